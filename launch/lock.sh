@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Writes launch/locks/py311.txt and py312.txt anew: exact versions and hashes of the development set (3.13 uses the lock of 3.12).
+# Usage: bash launch/lock.sh [more arguments of `uv pip compile`, for instance --upgrade-package jax]
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+UV="${UV:-uv}"
+command -v "$UV" >/dev/null || { echo "uv was not found: run 'pip install uv' (or set UV to its path) and try again" >&2; exit 1; }
+for version in 3.11 3.12; do
+  lock="launch/locks/py${version/./}.txt"
+  echo "== $lock"
+  "$UV" pip compile pyproject.toml --extra dev --universal --python-version "$version" --generate-hashes \
+    --no-emit-index-url --no-emit-find-links --no-annotate --custom-compile-command "bash launch/lock.sh" \
+    --quiet --output-file "$lock" "$@"
+done

@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Sets up and runs what CI runs: structure checks, the tests, and the whole loop once more on Python 3.12 with the newest JAX.
+# Usage: bash launch/test.sh [arguments for pytest, for instance tests/losses -k aipo]
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+cd "$ROOT"
+export PATH="$VENV/bin:$PATH"
+
+failed=()
+check() { # check NAME COMMAND...: runs to the end of the list, so that one run shows everything that is wrong
+  say "$1"
+  if ! "${@:2}" </dev/null; then failed+=("$1"); fi
+}
+
+find_python312() {
+  local candidate
+  for candidate in python3.12 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12*/bin/python3.12; do
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' >/dev/null 2>&1 </dev/null; then echo "$candidate"; return; fi
+  done
+}
+
+check "ruff: lint" ruff check --quiet .
+check "ruff: format" ruff format --check --quiet .
+check "pyright: types" pyright --warnings
+check "import-linter: layers" lint-imports
+check "codespell: spelling" codespell .
+
+python312="$(find_python312)"
+if [ "$("$VENV/bin/python" -c 'import sys; print(sys.version_info >= (3, 12))')" = True ]; then
+  say "smoke test on Python 3.12: not needed, the tests below already run on $("$VENV/bin/python" --version) with the newest JAX"
+elif [ -z "$python312" ]; then
+  say "smoke test on Python 3.12: SKIPPED, no python3.12 on PATH or under pyenv; install one to run it"
+else
+  make_environment "$ROOT/.venv312" "$python312" ""
+  check "smoke test of the whole loop on Python 3.12 with the newest JAX" "$ROOT/.venv312/bin/python" -m pytest -q tests/test_smoke.py
+fi
+
+check "pytest" python -m pytest -m "not gpu and not multihost" "$@"
+
+if [ "${#failed[@]}" -gt 0 ]; then
+  printf 'FAILED: %s\n' "${failed[@]}" >&2
+  exit 1
+fi
+say "all checks passed"

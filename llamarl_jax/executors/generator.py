@@ -1,0 +1,181 @@
+"""The generator: draws prompts as the schedule admits them, decodes their completions, and loads new weights.
+
+Two loops over the same parts. In `boundary` mode it works in rounds: round k is decoded with exactly version max(start, k − S), and the decoder is
+drained before the next weights are loaded, so a run is reproducible. In `in_flight` mode it never drains: before every decode call it takes the
+newest weights, admits what the staleness bound allows, and goes on; a completion may then span versions, each token carrying its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from llamarl_jax.channels import Channel
+from llamarl_jax.data.cursor import PromptCursor
+from llamarl_jax.engine.api import Engine
+from llamarl_jax.engine.slots import CompletionRequest, SlotScheduler
+from llamarl_jax.metrics.counters import Counters
+from llamarl_jax.metrics.timeline import Timeline
+from llamarl_jax.schedule import Schedule, SharedSchedule
+from llamarl_jax.types import Completion, CompletionGroup, Prompt
+from llamarl_jax.weights.channel import WeightChannel, WeightUpdate
+
+POLL_S = 0.05
+"""How long the generator sleeps on one source (weights, schedule) before it looks at the other one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratorConfig:
+    """Sampling of training completions."""
+
+    temperature: float = 1.0
+    """Sampling temperature; the trainer takes π at the same one."""
+
+    def __post_init__(self) -> None:
+        if self.temperature <= 0:
+            raise ValueError(f"generator.temperature is {self.temperature}; training needs a temperature above 0 (greedy groups teach nothing)")
+
+
+@dataclass
+class _OpenGroup:
+    """A group that is being decoded."""
+
+    prompt: Prompt
+    admission_index: int
+    version_class: int
+    completions: list[Completion] = field(default_factory=list)
+
+
+class Generator:
+    """One executor on the generator mesh; everything runs on its own thread."""
+
+    def __init__(
+        self,
+        *,
+        config: GeneratorConfig,
+        engine: Engine,
+        max_new_tokens: int,
+        schedule: SharedSchedule,
+        cursor: PromptCursor,
+        weights: WeightChannel,
+        completions: Channel[CompletionGroup],
+        timeline: Timeline,
+        counters: Counters,
+        heartbeat: Callable[[], None],
+        evaluate: Callable[[SlotScheduler], None] | None = None,
+    ) -> None:
+        """Joins the parts.
+
+        Args:
+            evaluate: called with the idle slots when the first and when the last weights are loaded, None for no evaluation.
+            heartbeat: called whenever progress was made.
+        """
+        self._config, self._engine, self._max_new_tokens = config, engine, max_new_tokens
+        self._schedule, self._cursor, self._weights, self._completions = schedule, cursor, weights, completions
+        self._timeline, self._counters, self._heartbeat, self._evaluate = timeline, counters, heartbeat, evaluate
+        self._open: dict[int, _OpenGroup] = {}
+        self._slots: SlotScheduler | None = None
+
+    def run(self) -> None:
+        """Generates until the schedule needs no more groups, then evaluates the final weights if asked to."""
+        first = self._wait_for_weights()
+        self._slots = SlotScheduler(self._engine, first.params, first.version)
+        del first  # the slots hold the only reference, so that old weights are freed at the next swap
+        if self._evaluate and self._slots.version == 0:
+            self._evaluate(self._slots)
+        if self._schedule.config.mode == "boundary":
+            for round_index in range(self._schedule.start_version, self._schedule.config.num_steps):
+                self._generate_round(self._slots, round_index)
+        else:
+            self._generate_in_flight(self._slots)
+        while self._slots.version < self._schedule.config.num_steps and self._evaluate:
+            self._load(self._slots, self._wait_for_weights())
+        if self._evaluate:
+            self._evaluate(self._slots)
+
+    def _generate_round(self, slots: SlotScheduler, round_index: int) -> None:
+        schedule = self._schedule
+        while slots.version < schedule.round_version(round_index):
+            self._load(slots, self._wait_for_weights())
+
+        def is_closed_or_lacks_groups(s: Schedule) -> bool:
+            return s.open_round > round_index or s.num_admissible(slots.version) > 0
+
+        while schedule.open_round == round_index:  # more than once only where groups were dropped and must be replaced
+            for _ in range(schedule.num_admissible(slots.version)):
+                self._admit(slots)
+            while not slots.is_idle:
+                self._decode(slots)
+            with self._timeline.wait("generator", "rewards"):
+                schedule.wait_until(is_closed_or_lacks_groups)
+
+    def _generate_in_flight(self, slots: SlotScheduler) -> None:
+        while not self._schedule.is_exhausted:
+            if (update := self._weights.take_newest()) is not None:
+                self._load(slots, update)
+            while slots.num_vacancies > 0 and self._schedule.num_admissible(slots.version) > 0:
+                self._admit(slots)
+            if not slots.is_idle:
+                self._decode(slots)
+                continue
+            with self._timeline.wait("generator", "weights"):
+                update = self._weights.take(timeout_s=POLL_S)
+            if update is not None:
+                self._load(slots, update)
+
+    def _admit(self, slots: SlotScheduler) -> int:
+        admission = self._schedule.admit(slots.version)
+        index = admission.admission_index
+        prompt = self._cursor.draw(index)
+        self._open[index] = _OpenGroup(prompt, index, admission.version_class)
+        requests = [
+            CompletionRequest(
+                ticket=index,
+                prompt=prompt,
+                sample_index=sample,
+                temperature=self._config.temperature,
+                max_new_tokens=self._max_new_tokens,
+            )
+            for sample in range(self._schedule.config.group_size)
+        ]
+        slots.submit(requests)
+        return index
+
+    def _decode(self, slots: SlotScheduler) -> None:
+        with self._timeline.span("generator", "decode"):
+            finished = slots.step()
+        counters = slots.take_counters()
+        self._counters.add(
+            generated_tokens=counters.num_kept_tokens,
+            slot_steps=counters.num_slot_steps,
+            prefill_tokens=counters.num_prefill_tokens,
+        )
+        for index, completion in finished:
+            group = self._open[index]
+            group.completions.append(completion)
+            if len(group.completions) == self._schedule.config.group_size:
+                self._emit(self._open.pop(index))
+        self._heartbeat()
+
+    def _emit(self, group: _OpenGroup) -> None:
+        ordered = tuple(sorted(group.completions, key=lambda c: c.sample_index))
+        with self._timeline.wait("generator", "reward queue"):
+            self._completions.put(
+                CompletionGroup(
+                    prompt=group.prompt,
+                    admission_index=group.admission_index,
+                    version_class=group.version_class,
+                    completions=ordered,
+                )
+            )
+
+    def _wait_for_weights(self) -> WeightUpdate:
+        with self._timeline.wait("generator", "weights"):
+            update = self._weights.take()
+        assert update is not None, "take without a time limit returns an update or raises"
+        return update
+
+    def _load(self, slots: SlotScheduler, update: WeightUpdate) -> None:
+        with self._timeline.span("generator", "swap"):
+            slots.swap_weights(update.params, update.version)
+        self._heartbeat()

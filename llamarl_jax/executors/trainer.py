@@ -1,0 +1,146 @@
+"""The trainer: waits for a legal batch, takes one optimizer step, publishes the new weights, and keeps the books of the run.
+
+Order inside a step: take the batch (the schedule checks its age once more), pack it, accumulate gradients, update, publish. The generator is
+waiting for the weights, so they go out before metrics are read and checkpoints written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from llamarl_jax.channels import Channel
+from llamarl_jax.checkpoint import Checkpointer
+from llamarl_jax.data.cursor import PromptCursor
+from llamarl_jax.data.packing import pack
+from llamarl_jax.train_step import StepSums, TrainState, TrainStep
+from llamarl_jax.losses.diagnostics import finish
+from llamarl_jax.losses.normalisation import denominator
+from llamarl_jax.metrics.batch import batch_metrics
+from llamarl_jax.metrics.counters import Counters
+from llamarl_jax.metrics.timeline import Timeline
+from llamarl_jax.models.transformer import Params
+from llamarl_jax.schedule import SharedSchedule
+from llamarl_jax.types import DroppedGroup, TrajectoryBatch, TrajectoryGroup
+from llamarl_jax.weights.channel import SyncStats, WeightChannel
+
+
+class NonFiniteGradientError(RuntimeError):
+    """Too many steps in a row had a gradient that is not finite."""
+
+
+class Trainer:
+    """One executor on the trainer mesh; everything runs on its own thread."""
+
+    def __init__(
+        self,
+        *,
+        train_step: TrainStep,
+        state: TrainState,
+        reference: Params | None,
+        row_length: int,
+        max_new_tokens: int,
+        schedule: SharedSchedule,
+        cursor: PromptCursor,
+        trajectories: Channel[TrajectoryGroup | DroppedGroup],
+        weights: WeightChannel,
+        checkpointer: Checkpointer,
+        host_state: Mapping[str, Any],
+        timeline: Timeline,
+        counters: Counters,
+        report: Callable[[int, dict[str, float]], None],
+        heartbeat: Callable[[], None],
+    ) -> None:
+        """Joins the parts.
+
+        Args:
+            row_length: tokens of a packed row.
+            max_new_tokens: longest completion, for the `constant` normalisation.
+            host_state: plain data that goes into every checkpoint (the resolved config).
+            report: takes the metrics of each committed step.
+        """
+        self.state = state
+        self._train_step, self._reference = train_step, reference
+        self._row_length, self._max_new_tokens = row_length, max_new_tokens
+        self._schedule, self._cursor, self._trajectories, self._weights = schedule, cursor, trajectories, weights
+        self._checkpointer, self._host_state = checkpointer, host_state
+        self._timeline, self._counters, self._report, self._heartbeat = timeline, counters, report, heartbeat
+        self._ready: dict[int, TrajectoryGroup] = {}
+        self._num_skipped_in_a_row = 0
+
+    def run(self) -> None:
+        """Publishes the start version, then trains until the last step is committed."""
+        version = self._schedule.start_version
+        self._publish(version)
+        for step in range(version, self._schedule.config.num_steps):
+            groups = self._wait_for_batch()
+            metrics = self._train(groups)
+            sync = self._publish(step + 1)
+            for group in groups:
+                self._cursor.settle(group.admission_index)
+            self._check_skipped(metrics, step)
+            metrics |= batch_metrics(groups, step=step) | _sync_metrics(sync)
+            if self._checkpointer.is_due(step + 1):
+                with self._timeline.span("trainer", "checkpoint"):
+                    self._checkpointer.save(step + 1, self.state, {**self._host_state, "cursor": self._cursor.state()})
+            self._report(step, metrics)
+            self._heartbeat()
+
+    def _wait_for_batch(self) -> list[TrajectoryGroup]:
+        """Returns the next legal batch. The reward executor completes a group in the schedule before it sends it on."""
+        while (indices := self._schedule.next_batch()) is None:
+            self._receive()
+        while not all(index in self._ready for index in indices):
+            self._receive()
+        return [self._ready.pop(index) for index in sorted(indices)]
+
+    def _receive(self) -> None:
+        with self._timeline.wait("trainer", "batch"):
+            item = self._trajectories.get()
+        if isinstance(item, TrajectoryGroup):  # a dropped group only wakes the trainer: a batch may have become legal by it
+            self._ready[item.admission_index] = item
+
+    def _train(self, groups: list[TrajectoryGroup]) -> dict[str, float]:
+        config = self._train_step.config
+        with self._timeline.span("trainer", "collate"):
+            num_rows = config.rows_per_microbatch
+            batch, _ = pack(groups, row_length=self._row_length, num_rows_multiple=num_rows, is_packed=config.is_packed, step=self._schedule.step - 1)
+            total = denominator(batch, config.normalisation, max_tokens=self._max_new_tokens)
+        with self._timeline.span("trainer", "gradient"):
+            sums: StepSums | None = None
+            for first in range(0, len(batch.token_ids), num_rows):
+                rows = TrajectoryBatch(*(x[first : first + num_rows] for x in batch))
+                sums = self._train_step.accumulate(self.state.params, sums, self._train_step.place(rows), total, self._reference)
+            assert sums is not None, "a batch has at least one row"
+            self.state, device_metrics = self._train_step.update(self.state, sums)
+            metrics = {name: float(value) for name, value in jax.device_get(device_metrics).items()}
+        num_loss_tokens = float(np.sum(batch.loss_mask))
+        return finish(metrics, num_loss_tokens) | {
+            "trainer/num_loss_tokens": num_loss_tokens,
+            "trainer/padding_share": float(np.mean(batch.segment_ids == 0)),
+        }
+
+    def _publish(self, version: int) -> SyncStats:
+        with self._timeline.span("trainer", "publish"):
+            return self._weights.publish(version, self.state.params)
+
+    def _check_skipped(self, metrics: Mapping[str, float], step: int) -> None:
+        self._num_skipped_in_a_row = self._num_skipped_in_a_row + 1 if metrics["trainer/is_skipped"] else 0
+        limit = self._train_step.config.max_skipped_steps
+        if self._num_skipped_in_a_row > limit:
+            raise NonFiniteGradientError(
+                f"the gradient was not finite in {self._num_skipped_in_a_row} steps in a row, up to step {step} (trainer.max_skipped_steps = "
+                f"{limit}); the weights are those before the first of them: lower trainer.optimizer.learning_rate, or check the rewards"
+            )
+
+
+def _sync_metrics(sync: SyncStats) -> dict[str, float]:
+    return {
+        "sync/export_s": sync.export_s,
+        "sync/transfer_s": sync.transfer_s,
+        "sync/bytes": sync.num_bytes,
+        "sync/is_verified": float(sync.is_verified),
+    }

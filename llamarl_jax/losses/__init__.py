@@ -1,0 +1,1 @@
+"""Losses, advantages and their diagnostics; import the module you need (`advantages` must stay free of JAX)."""

@@ -1,0 +1,268 @@
+"""One decoder-only transformer (Flax NNX) for training and decoding: Llama 3, SmolLM2, Qwen2.5 and Qwen3 dense, by config.
+
+The same `Block` runs in two forms. Training keeps the parameters of all layers stacked on a leading axis and scans over them, so that
+126 layers compile as fast as one. Decoding keeps a list of layers, because a scan copies each layer's weights at every step; the
+weight export turns one form into the other.
+
+Parameters live outside the modules as a plain nested dict; `TransformerSpec.bind(params)` returns a callable module. Each
+parameter carries the logical names of its dimensions, from which `llamarl_jax.meshes` derives every sharding. Kernels are stored
+(out, in) as in Hugging Face files, so loading and exporting never transposes.
+
+Norms, softmax, LM head and log-softmax are float32 whatever the compute dtype. Ids that the tokenizer does not know (vocabulary
+padding) get a logit of −1e30 here, once, for trainer and decoder alike.
+
+Dimensions: B rows, T tokens, C key positions, D model, V vocabulary, H query heads, K key-value heads, Q head dim, F mlp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
+
+from llamarl_jax.meshes import constrain, named_sharding
+from llamarl_jax.models.attention import attend
+from llamarl_jax.models.config import ModelConfig
+from llamarl_jax.models.kv_cache import KVCache, LayerCache, write
+from llamarl_jax.models.rope import rope_tables, rotate
+
+UNKNOWN_ID_LOGIT = -1e30
+INIT_SCALE = 0.02
+
+Params = dict[str, Any]
+Rope = tuple[Float[Array, "B T Q"], Float[Array, "B T Q"]]
+
+
+class Linear(nnx.Module):
+    """y = x · kernelᵀ + bias, with kernel (out, in)."""
+
+    def __init__(self, out_size: int, in_size: int, axes: tuple[str, str], *, lead: tuple[int, ...], rngs: nnx.Rngs, has_bias: bool = False):
+        names = ("layers",) * len(lead)
+        kernel = jax.random.normal(rngs.params(), (*lead, out_size, in_size)) * INIT_SCALE
+        self.kernel = nnx.Param(kernel, logical_axes=(*names, *axes))
+        self.bias = nnx.Param(jnp.zeros((*lead, out_size)), logical_axes=(*names, axes[0])) if has_bias else None
+
+    def __call__(self, x: Float[Array, "B T I"]) -> Float[Array, "B T O"]:
+        kernel = self.kernel[...].astype(x.dtype)
+        y = jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (1,)), ((), ())))
+        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) · scale in float32, over the last axis. "Root Mean Square Layer Normalization", arXiv 1910.07467."""
+
+    def __init__(self, size: int, epsilon: float, *, lead: tuple[int, ...]):
+        self.epsilon = epsilon
+        self.scale = nnx.Param(jnp.ones((*lead, size)), logical_axes=(*("layers",) * len(lead), "norm"))
+
+    def __call__(self, x: Float[Array, "*shape D"]) -> Float[Array, "*shape D"]:
+        wide = x.astype(jnp.float32)
+        inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
+        return (wide * inverse_rms * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with rotary positions; optional biases (Qwen2.5) and per-head norms (Qwen3)."""
+
+    def __init__(self, config: ModelConfig, *, lead: tuple[int, ...], rngs: nnx.Rngs):
+        self.config = config
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        linear = partial(Linear, lead=lead, rngs=rngs)
+        self.q_proj = linear(q_size, config.hidden_size, ("heads", "embed"), has_bias=config.has_qkv_bias)
+        self.k_proj = linear(kv_size, config.hidden_size, ("kv_heads", "embed"), has_bias=config.has_qkv_bias)
+        self.v_proj = linear(kv_size, config.hidden_size, ("kv_heads", "embed"), has_bias=config.has_qkv_bias)
+        self.o_proj = linear(config.hidden_size, q_size, ("embed", "heads"))
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, lead=lead) if config.has_qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, lead=lead) if config.has_qk_norm else None
+
+    def __call__(
+        self, x: Float[Array, "B T D"], rope: Rope, mask: Bool[Array, "B T C"], start: Int[Array, " B"] | None, cache: LayerCache | None
+    ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
+        queries = self._heads(self.q_proj(x), self.q_norm, rope)
+        keys = self._heads(self.k_proj(x), self.k_norm, rope)
+        values = self.v_proj(x).reshape(*x.shape[:2], -1, self.config.head_dim)
+        if cache is None:
+            mixed = attend(queries, jnp.swapaxes(keys, 1, 2), jnp.swapaxes(values, 1, 2), mask)
+        else:
+            assert start is not None
+            cache = write(cache, keys, values, start)
+            mixed = attend(queries, cache.keys.astype(x.dtype), cache.values.astype(x.dtype), mask)
+        return self.o_proj(mixed.reshape(*x.shape[:2], -1)), cache
+
+    def _heads(self, x: Float[Array, "B T NQ"], norm: RMSNorm | None, rope: Rope) -> Float[Array, "B T N Q"]:
+        heads = x.reshape(*x.shape[:2], -1, self.config.head_dim)
+        return rotate(heads if norm is None else norm(heads), *rope)
+
+
+class Mlp(nnx.Module):
+    """down(silu(gate(x)) · up(x)). "GLU Variants Improve Transformer", Shazeer, arXiv 2002.05202."""
+
+    def __init__(self, config: ModelConfig, *, lead: tuple[int, ...], rngs: nnx.Rngs):
+        linear = partial(Linear, lead=lead, rngs=rngs)
+        self.gate_proj = linear(config.intermediate_size, config.hidden_size, ("mlp", "embed"))
+        self.up_proj = linear(config.intermediate_size, config.hidden_size, ("mlp", "embed"))
+        self.down_proj = linear(config.hidden_size, config.intermediate_size, ("embed", "mlp"))
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nnx.Module):
+    """One pre-norm layer: attention and mlp, each behind a norm and a residual. `lead` is (num_layers,) for stacked parameters."""
+
+    def __init__(self, config: ModelConfig, *, lead: tuple[int, ...], rngs: nnx.Rngs):
+        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, lead=lead)
+        self.attention = Attention(config, lead=lead, rngs=rngs)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, lead=lead)
+        self.mlp = Mlp(config, lead=lead, rngs=rngs)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], rope: Rope, mask: Bool[Array, "B T C"], start: Int[Array, " B"] | None, cache: LayerCache | None
+    ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
+        with jax.named_scope("attention"):
+            mixed, cache = self.attention(self.attention_norm(x), rope, mask, start, cache)
+            x = x + mixed
+        with jax.named_scope("mlp"):
+            x = x + self.mlp(self.mlp_norm(x))
+        return constrain(x, "rows", None, None), cache
+
+
+class Transformer(nnx.Module):
+    """The whole network up to the logits; see the module docstring for its two forms."""
+
+    def __init__(self, config: ModelConfig, *, is_scanned: bool, rngs: nnx.Rngs):
+        self.config = config
+        self.is_scanned = is_scanned
+        self.embed = Embedding(config, rngs=rngs)
+        if is_scanned:
+            self.layers = Block(config, lead=(config.num_layers,), rngs=rngs)
+        else:
+            self.layers = nnx.List([Block(config, lead=(), rngs=rngs) for _ in range(config.num_layers)])
+        self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, lead=())
+        if not config.is_tied_embedding:
+            self.lm_head = Linear(config.vocab_size, config.hidden_size, ("vocab", "embed"), lead=(), rngs=rngs)
+
+    def __call__(
+        self,
+        token_ids: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        segment_ids: Int[Array, "B T"],
+        *,
+        dtype: Any = jnp.float32,
+        is_rematerialised: bool = False,
+    ) -> Float[Array, "B T D"]:
+        """Returns final hidden states of packed rows: a token sees earlier tokens of its own segment, and padding (segment 0) nothing."""
+        same_segment = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (segment_ids > 0)[:, :, None]
+        causal = jnp.tril(jnp.ones((token_ids.shape[1],) * 2, bool))
+        mask = same_segment & causal
+        x = constrain(self.embed(token_ids).astype(dtype), "rows", None, None)
+        rope = rope_tables(self.config, positions)
+        return self.final_norm(self._run_layers(x, rope, mask, is_rematerialised))
+
+    def extend(
+        self, token_ids: Int[Array, "B T"], start: Int[Array, " B"], cache: KVCache, *, dtype: Any = jnp.float32
+    ) -> tuple[Float[Array, "B T D"], KVCache]:
+        """Appends T tokens at positions start … start + T − 1 to every slot of the cache; returns their hidden states and the cache.
+
+        Needs the list form of the layers. Prefill is this with T = bucket and start 0, a decode step is this with T = 1.
+        """
+        if self.is_scanned:
+            raise ValueError("decoding needs the list form of the layers; export the weights with llamarl_jax.weights first")
+        capacity = cache[0].keys.shape[2]
+        positions = start[:, None] + jnp.arange(token_ids.shape[1])[None, :]
+        mask = jnp.arange(capacity)[None, None, :] <= positions[:, :, None]
+        x = constrain(self.embed(token_ids).astype(dtype), "rows", None, None)
+        rope = rope_tables(self.config, positions)
+        new_cache = []
+        for block, layer_cache in zip(self.layers, cache, strict=True):
+            x, layer_cache = block(x, rope, mask, start, layer_cache)
+            new_cache.append(layer_cache)
+        return self.final_norm(x), tuple(new_cache)
+
+    def logits(self, hidden: Float[Array, "*shape D"]) -> Float[Array, "*shape V"]:
+        """Returns float32 logits; ids unknown to the tokenizer get −1e30."""
+        kernel = self.embed.embedding if self.config.is_tied_embedding else self.lm_head.kernel
+        contract = (((hidden.ndim - 1,), (1,)), ((), ()))
+        with jax.named_scope("lm_head"):
+            logits = jax.lax.dot_general(hidden.astype(jnp.float32), kernel[...].astype(jnp.float32), contract)
+        if self.config.valid_vocab_size == self.config.vocab_size:
+            return logits
+        return jnp.where(jnp.arange(self.config.vocab_size) < self.config.valid_vocab_size, logits, UNKNOWN_ID_LOGIT)
+
+    def _run_layers(self, x: Float[Array, "B T D"], rope: Rope, mask: Bool[Array, "B T T"], is_rematerialised: bool) -> Float[Array, "B T D"]:
+        if not self.is_scanned:
+            for block in self.layers:
+                x, _ = block(x, rope, mask, None, None)
+            return x
+        graph, stacked = nnx.split(self.layers)
+
+        def step(x: Array, layer: Any) -> tuple[Array, None]:
+            x, _ = nnx.merge(graph, layer)(x, rope, mask, None, None)
+            return x, None
+
+        return jax.lax.scan(jax.checkpoint(step) if is_rematerialised else step, x, stacked)[0]
+
+
+class Embedding(nnx.Module):
+    """The table of token embeddings; it is the LM head too where the model ties them."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        table = jax.random.normal(rngs.params(), (config.vocab_size, config.hidden_size)) * INIT_SCALE
+        self.embedding = nnx.Param(table, logical_axes=("vocab", "embed"))
+
+    def __call__(self, token_ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        return jnp.take(self.embedding[...], token_ids, axis=0)
+
+
+@dataclass(frozen=True)
+class TransformerSpec:
+    """What is known of a transformer without its weights.
+
+    Attributes:
+        graph: static structure for `bind`.
+        shapes: nested dict of ShapeDtypeStruct (float32).
+        axes: nested dict of tuples of logical axis names.
+    """
+
+    config: ModelConfig
+    graph: Any
+    shapes: Params
+    axes: Params
+
+    @classmethod
+    def build(cls, config: ModelConfig, *, is_scanned: bool) -> TransformerSpec:
+        """Traces the constructor; allocates nothing."""
+        model = nnx.eval_shape(lambda: Transformer(config, is_scanned=is_scanned, rngs=nnx.Rngs(0)))
+        graph, state = nnx.split(model)
+        axes = jax.tree.map(lambda v: v.get_metadata("logical_axes"), state, is_leaf=lambda v: isinstance(v, nnx.Variable))
+        return cls(config, graph, nnx.to_pure_dict(state), nnx.to_pure_dict(axes))
+
+    def bind(self, params: Params) -> Transformer:
+        """Returns the module with these parameters; cheap, meant to be called inside jit."""
+        return nnx.merge(self.graph, params)
+
+    def shardings(self, mesh: Mesh) -> Params:
+        """Returns the sharding of every parameter on `mesh`."""
+        return jax.tree.map(lambda shape, axes: named_sharding(mesh, axes, shape.shape, axis_units(self.config)), self.shapes, self.axes)
+
+    def init(self, seed: int, mesh: Mesh) -> Params:
+        """Returns random float32 parameters, made on the mesh in their final sharding."""
+
+        def make() -> Params:
+            model = Transformer(self.config, is_scanned=self.shapes["layers"].get("attention") is not None, rngs=nnx.Rngs(seed))
+            return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+        return jax.jit(make, out_shardings=self.shardings(mesh))()
+
+
+def axis_units(config: ModelConfig) -> Mapping[str, int]:
+    """Returns the smallest piece of each logical axis: a head is never cut."""
+    return {"heads": config.head_dim, "kv_heads": config.head_dim}
+

@@ -1,0 +1,88 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llamarl_jax.data.packing import pack, unpack
+from llamarl_jax.types import Completion, FinishReason, Prompt, Trajectory, TrajectoryGroup
+
+STEP = 9
+
+
+def _group(index: int, lengths: list[tuple[int, int]]) -> TrajectoryGroup:
+    random = np.random.default_rng(index)
+    num_prompt = lengths[0][0]
+    trajectories = tuple(
+        Trajectory(
+            completion=Completion(
+                sample_index=sample,
+                token_ids=random.integers(1, 1000, num_new).astype(np.int32),
+                behaviour_logprobs=-random.random(num_new).astype(np.float32) - 0.1,
+                weight_versions=random.integers(5, STEP + 1, num_new).astype(np.int32),
+                finish_reason=FinishReason.STOP,
+            ),
+            reward=0.0,
+            advantage=float(np.float32(random.normal())),
+            reward_terms={},
+        )
+        for sample, (_, num_new) in enumerate(lengths)
+    )
+    prompt = Prompt(prompt_id=index, token_ids=random.integers(1, 1000, num_prompt).astype(np.int32), text="")
+    return TrajectoryGroup(prompt=prompt, admission_index=index, version_class=5, trajectories=trajectories)
+
+
+groups = st.lists(
+    st.tuples(st.integers(1, 12), st.lists(st.integers(1, 20), min_size=1, max_size=5)).map(lambda x: [(x[0], n) for n in x[1]]),
+    min_size=1,
+    max_size=6,
+).map(lambda all_lengths: [_group(i, lengths) for i, lengths in enumerate(all_lengths)])
+
+
+@settings(max_examples=60, deadline=None)
+@given(groups, st.integers(32, 70), st.integers(1, 4), st.booleans())
+def test_every_token_comes_back_with_its_own_numbers(groups, row_length, multiple, is_packed):
+    batch, places = pack(groups, row_length=row_length, num_rows_multiple=multiple, step=STEP, is_packed=is_packed)
+    trajectories = [(group.prompt, trajectory) for group in groups for trajectory in group.trajectories]
+    assert len(places) == len(trajectories)
+    assert batch.token_ids.shape[0] % multiple == 0
+    for (prompt, trajectory), place in zip(trajectories, places, strict=True):
+        completion = trajectory.completion
+        np.testing.assert_array_equal(unpack(batch.token_ids, place), completion.token_ids)
+        np.testing.assert_array_equal(unpack(batch.behaviour_logprobs, place), completion.behaviour_logprobs)
+        np.testing.assert_array_equal(unpack(batch.staleness, place), STEP - completion.weight_versions)
+        np.testing.assert_array_equal(unpack(batch.advantages, place), np.float32(trajectory.advantage))
+        np.testing.assert_array_equal(unpack(batch.loss_mask, place), 1)
+        whole = slice(place.start, place.start + place.num_tokens)
+        np.testing.assert_array_equal(batch.token_ids[place.row, whole][: place.num_prompt_tokens], prompt.token_ids)
+        np.testing.assert_array_equal(batch.positions[place.row, whole], np.arange(place.num_tokens))
+        assert len(set(batch.segment_ids[place.row, whole])) == 1
+    # Nothing else is in the batch: counts of loss and real tokens are exactly those of the input, and segments are 1 … n in each row.
+    assert batch.loss_mask.sum() == sum(len(t.completion.token_ids) for _, t in trajectories)
+    assert (batch.segment_ids > 0).sum() == sum(place.num_tokens for place in places)
+    assert batch.segment_ids.max(axis=1).sum() == len(trajectories)
+    for array in (batch.behaviour_logprobs, batch.advantages):
+        assert (array[batch.loss_mask == 0] == 0).all()
+
+
+def test_packing_uses_fewer_rows_and_the_fallback_one_row_each():
+    group = _group(0, [(4, 4)] * 6)
+    packed, _ = pack([group], row_length=16, num_rows_multiple=1, step=STEP)
+    alone, _ = pack([group], row_length=16, num_rows_multiple=1, step=STEP, is_packed=False)
+    assert (len(packed.token_ids), len(alone.token_ids)) == (3, 6)
+    padded, _ = pack([group], row_length=16, num_rows_multiple=4, step=STEP)
+    assert len(padded.token_ids) == 4
+    assert (padded.segment_ids[3] == 0).all()
+
+
+def test_limit_minus_one_limit_and_above():
+    for size in (15, 16):
+        pack([_group(0, [(4, size - 4)])], row_length=16, num_rows_multiple=1, step=STEP)
+    with pytest.raises(ValueError, match="a trajectory of 17 tokens does not fit a row of 16"):
+        pack([_group(0, [(4, 13)])], row_length=16, num_rows_multiple=1, step=STEP)
+
+
+def test_an_empty_batch_is_one_empty_microbatch():
+    batch, places = pack([], row_length=8, num_rows_multiple=2, step=STEP)
+    assert places == []
+    assert batch.token_ids.shape == (2, 8)
+    assert batch.loss_mask.sum() == 0

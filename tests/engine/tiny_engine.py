@@ -1,0 +1,90 @@
+"""A small random transformer and its engine, for the tests of this folder and its neighbours."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from llamarl_jax.engine.engine import DecodeEngine, EngineConfig
+from llamarl_jax.engine.slots import CompletionRequest, SlotScheduler
+from llamarl_jax.losses.logprobs import token_logprobs
+from llamarl_jax.meshes import build_mesh
+from llamarl_jax.models.config import ModelConfig
+from llamarl_jax.models.transformer import Params, TransformerSpec
+from llamarl_jax.types import Completion, Prompt
+
+CONFIG = ModelConfig(
+    vocab_size=300,
+    valid_vocab_size=290,
+    hidden_size=48,
+    intermediate_size=96,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=12,
+    max_position_embeddings=128,
+    eos_token_ids=(7, 11),
+)
+STACKED = TransformerSpec.build(CONFIG, is_scanned=True)
+LISTED = TransformerSpec.build(CONFIG, is_scanned=False)
+
+
+def random_params(spec: TransformerSpec, seed: int = 0, scale: float = 6.0) -> Params:
+    """Random weights, larger than at initialisation so that distributions are far from uniform."""
+    mesh = build_mesh(jax.devices()[:1], {"data": 1, "fsdp": 1, "tensor": 1})
+    return jax.tree_util.tree_map_with_path(lambda path, x: x if path[-1].key == "scale" else x * scale, spec.init(seed, mesh))
+
+
+@jax.jit
+def _full_forward(params: Params, ids: jax.Array, temperature: jax.Array) -> jax.Array:
+    model, segments = STACKED.bind(params), jnp.ones_like(ids)
+    hidden = model(ids, jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape), segments)
+    return token_logprobs(model.logits(hidden), ids, segments, temperature)[0]
+
+
+def trainer_logprobs(params: Params, prompt: Prompt, completion: Completion, temperature: float) -> np.ndarray:
+    """The completion's log-probs by the training forward over the whole sequence (padded at the end, which a causal model cannot see)."""
+    ids = np.concatenate([prompt.token_ids, completion.token_ids])
+    padded = np.zeros((1, 48), np.int32)
+    padded[0, : len(ids)] = ids
+    return np.asarray(_full_forward(params, padded, np.float32(temperature)))[0, len(prompt.token_ids) : len(ids)]
+
+
+def unstack(params: Params) -> Params:
+    """The list form of stacked weights, done the obvious way."""
+    layers = {i: jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(CONFIG.num_layers)}
+    return {**params, "layers": layers}
+
+
+def make_engine(*, data: int = 1, tensor: int = 1, first_device: int = 0, seed: int = 0, **options: int) -> DecodeEngine:
+    devices = jax.devices()[first_device : first_device + data * tensor]
+    config = EngineConfig(**{"num_slots": 4, "max_prompt_tokens": 24, "max_new_tokens": 10, "decode_steps_per_call": 3, **options})
+    return DecodeEngine(LISTED, build_mesh(devices, {"data": data, "tensor": tensor}), config, eos_token_ids=CONFIG.eos_token_ids, seed=seed)
+
+
+def place(engine: DecodeEngine, params: Params) -> Params:
+    return jax.device_put(jax.device_get(params), engine.spec.shardings(engine.mesh))
+
+
+def make_prompts(lengths: Sequence[int], seed: int = 0) -> list[Prompt]:
+    random = np.random.default_rng(seed)
+    ids = [random.integers(0, CONFIG.valid_vocab_size, size=n).astype(np.int32) for n in lengths]
+    return [Prompt(prompt_id=i, token_ids=x, text="") for i, x in enumerate(ids)]
+
+
+def requests(prompts: Sequence[Prompt], group_size: int, *, temperature: float = 1.0, max_new_tokens: int = 10) -> list[CompletionRequest]:
+    return [
+        CompletionRequest(
+            ticket=p.prompt_id * group_size + s, prompt=p, sample_index=s, temperature=temperature, max_new_tokens=max_new_tokens
+        )
+        for p in prompts
+        for s in range(group_size)
+    ]
+
+
+def run_to_end(slots: SlotScheduler) -> dict[int, Completion]:
+    finished: dict[int, Completion] = {}
+    while not slots.is_idle:
+        finished.update(slots.step())
+    return finished

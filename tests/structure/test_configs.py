@@ -1,0 +1,29 @@
+"""Every shipped config loads, and a gin file equals the Python file of the same name."""
+
+from pathlib import Path
+
+import pytest
+
+from llamarl_jax.config import Config
+from llamarl_jax.config_files import load_config
+from llamarl_jax.config_record import to_plain
+
+FILES = sorted(path for path in (Path(__file__).parents[2] / "configs").iterdir() if path.suffix in (".py", ".gin"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_config_loads(path):
+    if path.suffix == ".gin":
+        pytest.importorskip("gin", reason="gin-config is not installed")
+    config = load_config(path, Config)
+    to_plain(config)  # can be written into the run folder
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.suffix == ".gin"], ids=lambda path: path.name)
+def test_gin_equals_python(path):
+    pytest.importorskip("gin", reason="gin-config is not installed")
+    assert load_config(path, Config) == load_config(path.with_suffix(".py"), Config)
+
+
+def test_one_of_each_kind_is_shipped():
+    assert {path.suffix for path in FILES} == {".py", ".gin"}
