@@ -6,7 +6,7 @@
 from llamarl_jax.config import Config, EvaluationConfig
 from llamarl_jax.data.procedural import ArithmeticPrompts
 from llamarl_jax.data.stream import PromptsConfig
-from llamarl_jax.data.templates import ChatTemplate
+from llamarl_jax.data.templates import PlainTemplate
 from llamarl_jax.engine.engine import EngineConfig
 from llamarl_jax.losses.aipo import AipoConfig
 from llamarl_jax.meshes import PlacementConfig
@@ -18,8 +18,8 @@ from llamarl_jax.train_step import OptimizerConfig, TrainerConfig
 
 def get_config() -> Config:
     def prompts(split):
-        source = ArithmeticPrompts(min_operand=0, max_operand=20, operators="+-", split=split)
-        return PromptsConfig(source=source, template=ChatTemplate(system="", user="{question} ="))
+        source = ArithmeticPrompts(min_operand=0, max_operand=20, operators="+-", text="{a}{operator}{b}", split=split)
+        return PromptsConfig(source=source, template=PlainTemplate(text="3+5=8\n9-2=7\n{question}="))
 
     return Config(
         run_dir="runs/smollm2_arithmetic",
@@ -29,11 +29,11 @@ def get_config() -> Config:
         rewards=RewardConfig(terms=(RewardTerm(name="correct", function=ExactNumber()),)),
         schedule=ScheduleConfig(num_steps=30, groups_per_step=16, group_size=8, max_staleness=1),
         placement=PlacementConfig(platform="cpu"),
-        engine=EngineConfig(num_slots=64, max_prompt_tokens=48, max_new_tokens=16, decode_steps_per_call=4),
+        engine=EngineConfig(num_slots=128, max_prompt_tokens=24, max_new_tokens=6, decode_steps_per_call=2, stop_texts=("\n",)),
         trainer=TrainerConfig(
             loss=AipoConfig(rho=4.0),
-            optimizer=OptimizerConfig(learning_rate=1e-5, warmup_steps=3),
+            optimizer=OptimizerConfig(learning_rate=2e-5, warmup_steps=3),
             rows_per_microbatch=4,
-            row_length=256,
+            row_length=128,
         ),
     )

@@ -135,7 +135,7 @@ def run(config: Config) -> RunSummary:
             heartbeat=partial(watchdog.beat, "reward"),
         )
         engine = DecodeEngine(
-            policy.listed, meshes.generator, config.engine, eos_token_ids=policy.config.eos_token_ids, seed=config.seed
+            policy.listed, meshes.generator, config.engine, eos_token_ids=policy.stop_ids(config.engine.stop_texts), seed=config.seed
         )
 
         def measure(slots: SlotScheduler) -> None:

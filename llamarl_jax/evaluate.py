@@ -158,7 +158,7 @@ def open_decoder(policy: Policy, placement: PlacementConfig, config: EngineConfi
     meshes = build_meshes(alone)
     exporter = WeightExporter(policy.stacked, policy.listed, meshes, config.dtype, WeightsConfig())
     params = exporter.send(policy.load_params(meshes.trainer))
-    engine = DecodeEngine(policy.listed, meshes.generator, config, eos_token_ids=policy.config.eos_token_ids, seed=seed)
+    engine = DecodeEngine(policy.listed, meshes.generator, config, eos_token_ids=policy.stop_ids(config.stop_texts), seed=seed)
     return SlotScheduler(engine, params, version=0)
 
 

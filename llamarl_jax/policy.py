@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,20 @@ class Policy:
     def load_params(self, mesh: Mesh, dtype: Any = jnp.float32) -> Params:
         """Reads the weights of the folder straight into the stacked form's sharding on `mesh`."""
         return load_params(self.folder, self.config, self.stacked.shardings(mesh), dtype)
+
+    def stop_ids(self, stop_texts: Sequence[str]) -> tuple[int, ...]:
+        """Returns every id that ends a completion: the model's own and those of `engine.stop_texts`.
+
+        Raises:
+            ValueError: a text is not exactly one token.
+        """
+        ids = list(self.config.eos_token_ids)
+        for text in stop_texts:
+            encoded = self.tokenizer.encode_plain(text)
+            if len(encoded) != 1:
+                raise ValueError(f"engine.stop_texts has {text!r}, which is {len(encoded)} tokens of {self.folder.name}; each must be one token")
+            ids.append(int(encoded[0]))
+        return tuple(sorted(set(ids)))
 
 
 def open_policy(name: str) -> Policy:

@@ -162,7 +162,7 @@ class TrainStep:
         self._init_opt = jax.jit(self._optimizer.init, out_shardings=self.state_shardings.opt_state)
         self._first = jax.jit(self._gradient, out_shardings=StepSums(grads, replicated(mesh), replicated(mesh)))  # pyright: ignore
         self._add = jax.jit(self._add_gradient, donate_argnums=(0,), out_shardings=StepSums(grads, replicated(mesh), replicated(mesh)))  # pyright: ignore
-        self._update = jax.jit(self._apply, donate_argnums=(0, 1), out_shardings=(self.state_shardings, replicated(mesh)))
+        self._update = jax.jit(self._apply, donate_argnums=(0,), out_shardings=(self.state_shardings, replicated(mesh)))
 
     def init_state(self, params: Params) -> TrainState:
         """Returns the state of step 0 around float32 parameters that lie in this mesh's sharding already."""

@@ -24,9 +24,11 @@ from llamarl_jax.models.transformer import Params
 
 
 class Prefix(NamedTuple):
-    """A prefilled prompt: cache arrays of one row and a bucket's length, the last prompt token, and the prompt's length in tokens."""
+    """A prefilled prompt: its row in cache arrays of a bucket's length (shared with the prompts prefilled along with it), the last prompt
+    token, and the prompt's length in tokens."""
 
     cache: KVCache
+    row: int
     last_token: int
     num_tokens: int
 
@@ -87,8 +89,8 @@ class Engine(Protocol):
         """Returns a state with every slot free."""
         ...
 
-    def prefill(self, params: Params, token_ids: np.ndarray) -> Prefix:
-        """Caches a prompt of int32 [P] ids."""
+    def prefill(self, params: Params, prompts: Sequence[np.ndarray]) -> list[Prefix]:
+        """Caches prompts of int32 [P] ids; results in order."""
         ...
 
     def insert(self, prefix: Prefix, state: DecodeState, requests: Sequence[SlotRequest]) -> DecodeState:

@@ -1,11 +1,12 @@
 """The decoder on the generator mesh: bucketed prefill, insertion into fixed slots, and several decode steps per host round trip.
 
-Compiled programs: one prefill per power-of-two prompt bucket, one insert per (bucket, power-of-two number of slots), one generate.
+Compiled programs: one prefill per (power-of-two prompt bucket, power-of-two number of prompts up to 8), one insert per such prefill and
+power-of-two number of slots, one generate.
 Temperature, budgets, end-of-sequence ids and weights are traced, so changing them compiles nothing.
 
 Results cross to the host as one packed int32 array per call.
 
-Dimensions: S slots, N steps of a call, P prompt tokens, E end-of-sequence ids.
+Dimensions: S slots, N steps of a call, R prompts of a prefill, P prompt tokens, E end-of-sequence ids.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from llamarl_jax.models.kv_cache import CACHE_AXES, KVCache, LayerCache, init_ca
 from llamarl_jax.models.transformer import Params, TransformerSpec, axis_units
 
 MIN_BUCKET_TOKENS = 16
+MAX_PREFILL_ROWS = 8
+"""Prompts of one bucket that are prefilled in one call."""
 CAPACITY_MULTIPLE_TOKENS = 16
 
 
@@ -45,6 +48,8 @@ class EngineConfig:
     """Decode steps between two looks at the results; a slot that ends early idles for the rest of the call."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights, activations and KV cache in the decoder."""
+    stop_texts: tuple[str, ...] = ()
+    """Texts of one token each that end a completion besides the model's end-of-sequence ids, such as a newline for plain prompts."""
 
     def __post_init__(self) -> None:
         for name in ("num_slots", "max_prompt_tokens", "max_new_tokens", "decode_steps_per_call"):
@@ -60,7 +65,7 @@ class EngineConfig:
 
 def prompt_bucket(num_tokens: int) -> int:
     """Returns the power of two (at least 16) to which a prompt is padded for prefill."""
-    return max(MIN_BUCKET_TOKENS, 1 << (num_tokens - 1).bit_length())
+    return max(MIN_BUCKET_TOKENS, _power_of_two(num_tokens))
 
 
 class SlotArrays(NamedTuple):
@@ -109,23 +114,35 @@ class DecodeEngine:
         with jax.set_mesh(self.mesh):
             return self._init()
 
-    def prefill(self, params: Params, token_ids: np.ndarray) -> Prefix:
-        """Caches all but the last token of an int32 [P] prompt.
+    def prefill(self, params: Params, prompts: Sequence[np.ndarray]) -> list[Prefix]:
+        """Caches all but the last token of int32 [P] prompts, those of one bucket together.
 
         Raises:
-            ValueError: the prompt is empty or longer than `max_prompt_tokens`.
+            ValueError: a prompt is empty or longer than `max_prompt_tokens`.
         """
-        num_tokens = len(token_ids)
-        if not 1 <= num_tokens <= self.config.max_prompt_tokens:
-            raise ValueError(
-                f"prompt of {num_tokens} tokens; the decoder takes 1 to engine.max_prompt_tokens = {self.config.max_prompt_tokens}: "
-                "filter the prompts or raise the limit"
-            )
-        padded = np.zeros((1, prompt_bucket(num_tokens)), np.int32)
-        padded[0, :num_tokens] = token_ids
+        buckets: dict[int, list[int]] = {}
+        for index, token_ids in enumerate(prompts):
+            if not 1 <= len(token_ids) <= self.config.max_prompt_tokens:
+                raise ValueError(
+                    f"prompt of {len(token_ids)} tokens; the decoder takes 1 to engine.max_prompt_tokens = {self.config.max_prompt_tokens}: "
+                    "filter the prompts or raise the limit"
+                )
+            buckets.setdefault(prompt_bucket(len(token_ids) - 1), []).append(index)
+        prefixes: dict[int, Prefix] = {}
+        for bucket, indices in sorted(buckets.items()):
+            for first in range(0, len(indices), MAX_PREFILL_ROWS):
+                chosen = indices[first : first + MAX_PREFILL_ROWS]
+                cache = self._prefill_rows(params, [prompts[i] for i in chosen], bucket)
+                for row, index in enumerate(chosen):
+                    prefixes[index] = Prefix(cache, row, int(prompts[index][-1]), len(prompts[index]))
+        return [prefixes[index] for index in range(len(prompts))]
+
+    def _prefill_rows(self, params: Params, prompts: Sequence[np.ndarray], bucket: int) -> KVCache:
+        padded = np.zeros((_power_of_two(len(prompts)), bucket), np.int32)
+        for row, token_ids in enumerate(prompts):
+            padded[row, : len(token_ids) - 1] = token_ids[:-1]
         with jax.set_mesh(self.mesh):
-            cache = self._prefill(params, padded)
-        return Prefix(cache, int(token_ids[-1]), num_tokens)
+            return self._prefill(params, padded)
 
     def insert(self, prefix: Prefix, state: DecodeState, requests: Sequence[SlotRequest]) -> DecodeState:
         """Starts completions of one prompt in free slots; the prefix stays usable, the old state does not.
@@ -135,7 +152,7 @@ class DecodeEngine:
         """
         arrays = self._slot_arrays(requests)
         with jax.set_mesh(self.mesh):
-            return self._insert(state, prefix.cache, np.int32(prefix.last_token), np.int32(prefix.num_tokens), arrays)
+            return self._insert(state, prefix.cache, np.int32(prefix.row), np.int32(prefix.last_token), np.int32(prefix.num_tokens), arrays)
 
     def generate(self, params: Params, state: DecodeState) -> tuple[DecodeState, ResultTokens]:
         """Runs `decode_steps_per_call` steps for all slots and brings what they emitted to the host."""
@@ -164,8 +181,7 @@ class DecodeEngine:
                     f"a budget of {request.max_new_tokens} new tokens does not fit the cache; choose 1 to engine.max_new_tokens = "
                     f"{self.config.max_new_tokens}"
                 )
-        size = 1 << (len(requests) - 1).bit_length()
-        padded = [*requests, *[requests[-1]] * (size - len(requests))]  # writing the last one again changes nothing
+        padded = [*requests, *[requests[-1]] * (_power_of_two(len(requests)) - len(requests))]  # writing the last one again changes nothing
         return SlotArrays(
             np.array([r.slot for r in padded], np.int32),
             np.array([r.prompt_id for r in padded], np.uint32),
@@ -203,16 +219,22 @@ class DecodeEngine:
             temperature=jnp.ones(self.num_slots, jnp.float32),
         )
 
-    def _prefill_bucket(self, params: Params, token_ids: Int[Array, "1 P"]) -> KVCache:
-        cache = init_cache(self.spec.config, 1, token_ids.shape[1], self._dtype)
-        start = jnp.zeros(1, jnp.int32)
+    def _prefill_bucket(self, params: Params, token_ids: Int[Array, "R P"]) -> KVCache:
+        cache = init_cache(self.spec.config, *token_ids.shape, self._dtype)
+        start = jnp.zeros(token_ids.shape[0], jnp.int32)
         return self.spec.bind(params).extend(token_ids, start, cache, dtype=self._dtype)[1]
 
     def _insert_slots(
-        self, state: DecodeState, prefix: KVCache, last_token: Int[Array, ""], num_tokens: Int[Array, ""], requests: SlotArrays
+        self,
+        state: DecodeState,
+        prefix: KVCache,
+        row: Int[Array, ""],
+        last_token: Int[Array, ""],
+        num_tokens: Int[Array, ""],
+        requests: SlotArrays,
     ) -> DecodeState:
         def copy(old: Array, new: Array) -> Array:
-            return old.at[requests.slots, :, : new.shape[2]].set(new.astype(old.dtype))
+            return old.at[requests.slots, :, : new.shape[2]].set(new[row].astype(old.dtype))
 
         keys = jax.vmap(partial(completion_key, self.seed))(requests.prompt_ids, requests.sample_indices)
         at = requests.slots
@@ -251,6 +273,11 @@ class DecodeEngine:
 
         state, (ids, bits) = jax.lax.scan(step, state, None, length=self.config.decode_steps_per_call)
         return state, jnp.concatenate([ids, bits, state.is_live[None].astype(jnp.int32)])
+
+
+def _power_of_two(number: int) -> int:
+    """Returns the smallest power of two that is not below `number`."""
+    return 1 << max(number - 1, 0).bit_length()
 
 
 def _unpack(packed: np.ndarray, num_steps: int) -> ResultTokens:

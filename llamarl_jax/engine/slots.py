@@ -123,29 +123,28 @@ class SlotScheduler:
         return counters
 
     def _fill(self) -> None:
+        """Takes waiting requests for all free slots, prefills their prompts together, and starts them."""
+        waves: list[tuple[Prompt, list[SlotRequest]]] = []
         while self._free and self._queue:
-            prompt = self._queue[0].prompt
-            members: list[SlotRequest] = []
-            while self._free and self._queue and self._queue[0].prompt.prompt_id == prompt.prompt_id:
-                request, slot = self._queue.popleft(), self._free.pop()
-                self._tenants[slot] = _Tenant(request)
-                members.append(
-                    SlotRequest(
-                        slot=slot,
-                        prompt_id=prompt.prompt_id,
-                        sample_index=request.sample_index,
-                        temperature=request.temperature,
-                        max_new_tokens=request.max_new_tokens,
-                    )
-                )
-            self._state = self._engine.insert(self._prefix_of(prompt), self._state, members)
+            request, slot = self._queue.popleft(), self._free.pop()
+            self._tenants[slot] = _Tenant(request)
+            if not waves or waves[-1][0].prompt_id != request.prompt.prompt_id:
+                waves.append((request.prompt, []))
+            waves[-1][1].append(_slot_request(request, slot))
+        prefixes = self._prefixes_of([prompt for prompt, _ in waves])
+        for prefix, (_, members) in zip(prefixes, waves, strict=True):
+            self._state = self._engine.insert(prefix, self._state, members)
+        if waves:
+            self._prefix = (waves[-1][0].prompt_id, prefixes[-1])
 
-    def _prefix_of(self, prompt: Prompt) -> Prefix:
-        if self._prefix is None or self._prefix[0] != prompt.prompt_id:
-            self._prefix = (prompt.prompt_id, self._engine.prefill(self._params, prompt.token_ids))
-            self._counters.num_prefills += 1
-            self._counters.num_prefill_tokens += len(prompt.token_ids)
-        return self._prefix[1]
+    def _prefixes_of(self, prompts: Sequence[Prompt]) -> list[Prefix]:
+        """Prefills all prompts but the first where that is the one whose group was begun before."""
+        is_kept = bool(prompts) and self._prefix is not None and self._prefix[0] == prompts[0].prompt_id
+        kept = [self._prefix[1]] if is_kept and self._prefix is not None else []
+        new = prompts[len(kept) :]
+        self._counters.num_prefills += len(new)
+        self._counters.num_prefill_tokens += sum(len(prompt.token_ids) for prompt in new)
+        return kept + (self._engine.prefill(self._params, [prompt.token_ids for prompt in new]) if new else [])
 
     def _vacate(self, slot: int) -> None:
         del self._tenants[slot]
@@ -161,3 +160,13 @@ class SlotScheduler:
             weight_versions=np.concatenate(tenant.weight_versions),
             finish_reason=FinishReason.STOP if is_stopped else FinishReason.LENGTH,
         )
+
+
+def _slot_request(request: CompletionRequest, slot: int) -> SlotRequest:
+    return SlotRequest(
+        slot=slot,
+        prompt_id=request.prompt.prompt_id,
+        sample_index=request.sample_index,
+        temperature=request.temperature,
+        max_new_tokens=request.max_new_tokens,
+    )

@@ -16,7 +16,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from llamarl_jax.losses.inputs import LossInputs, LossOutput
+from llamarl_jax.losses.inputs import LossInputs, LossOutput, masked
 
 
 def entropy_bonus(entropy: Float[Array, "B L"], inputs: LossInputs, coefficient: float) -> LossOutput:
@@ -27,5 +27,5 @@ def entropy_bonus(entropy: Float[Array, "B L"], inputs: LossInputs, coefficient:
         inputs: its mask and token weights are used.
         coefficient: weight of the bonus; 0 gives exactly no gradient.
     """
-    weighted = inputs.token_weights * jnp.where(inputs.loss_mask > 0, entropy, 0.0)
-    return LossOutput(-coefficient * jnp.sum(jnp.where(inputs.loss_mask > 0, weighted, 0.0)), {})
+    kept = jnp.where(inputs.loss_mask > 0, entropy, 0.0)
+    return LossOutput(-coefficient * jnp.sum(masked(inputs).token_weights * kept), {})

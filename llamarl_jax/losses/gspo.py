@@ -51,6 +51,6 @@ class GspoConfig:
 def gspo(inputs: LossInputs, clip_low: float, clip_high: float) -> LossOutput:
     """Returns −Σ_t w_t · min(s A_t, clip(s, 1 − clip_low, 1 + clip_high) A_t), with s of the sequence of token t and token weights w."""
     inputs = masked(inputs)
-    mean_log_ratio = segment_mean(inputs.logprobs - inputs.behaviour_logprobs, inputs.loss_mask, inputs.segment_ids)
-    objective, is_clipped = clipped_objective(jnp.exp(saturate(mean_log_ratio)), inputs.advantages, clip_low, clip_high)
+    mean_log_ratio = segment_mean(saturate(inputs.logprobs - inputs.behaviour_logprobs), inputs.loss_mask, inputs.segment_ids)
+    objective, is_clipped = clipped_objective(jnp.exp(mean_log_ratio), inputs.advantages, clip_low, clip_high)
     return LossOutput(-jnp.sum(inputs.token_weights * objective), clipped_share(inputs, is_clipped))

@@ -50,8 +50,8 @@ class KlConfig:
 
     coefficient: float = 0.0
     """Weight of the penalty, per token; 0 switches it off."""
-    estimator: Literal["k2", "k3"] = "k2"
-    """k2 has the gradient of KL(π ‖ π_ref); k3, as in GRPO, that of KL(π_ref ‖ π)."""
+    estimator: KlEstimator = "k2"
+    """k2 has the gradient of KL(π ‖ π_ref); k3, as in GRPO, that of KL(π_ref ‖ π); k1 has none on average and is refused."""
     is_importance_weighted: bool = True
     """Weighs each token by min(π/μ, importance_cap), so that the mean is over π and not over the behaviour policy."""
     importance_cap: float = 4.0
@@ -60,8 +60,8 @@ class KlConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.coefficient < math.inf:
             raise ValueError(f"kl.coefficient = {self.coefficient} must be a finite number, 0 (off) or above")
-        if self.estimator not in ("k2", "k3"):
-            raise ValueError(f"kl.estimator = {self.estimator!r} cannot be a loss term (the mean gradient of k1 is 0); choose 'k2' or 'k3'")
+        if self.estimator == "k1":
+            raise ValueError("kl.estimator = 'k1' cannot be a loss term (the mean gradient of k1 is 0); choose 'k2' or 'k3'")
         check_cap("kl.importance_cap", self.importance_cap)
 
 

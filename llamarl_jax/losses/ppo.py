@@ -107,5 +107,5 @@ def clipped_objective(
     """Returns min(r A, clip(r) A), and where the clip took the gradient away."""
     free = ratio * advantages
     clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high) * advantages
-    # A plain minimum would halve the gradient where both are equal, that is at every token inside the range (jnp.minimum splits ties).
+    # Not jnp.minimum: it splits ties, and so does jnp.clip, so with clip_low = 0 a ratio of exactly 1 would lose a quarter of its gradient.
     return jnp.where(clipped < free, clipped, free), clipped < free

@@ -20,6 +20,9 @@ A masked sequence has no gradient but still counts in the loss's denominator, wh
 which half is masked makes half the step. `ratio/clipped_share` is the share of loss tokens with a capped weight or in a masked sequence.
 
 Where the gradient flows: only through log π; weights and masks are behind a stop-gradient.
+
+Each token's log-ratio saturates at ±20 before it enters a sum or mean, and a sum once more before exp (`ratios.py`): a token that μ could
+not have produced then makes no infinity, and two of them no NaN.
 """
 
 from __future__ import annotations
@@ -89,7 +92,7 @@ def token_truncated_is(inputs: LossInputs, cap: float) -> LossOutput:
 def sequence_truncated_is(inputs: LossInputs, cap: float) -> LossOutput:
     """Returns −Σ_t w_t · sg(min(Π_u π_u/μ_u, cap)) · A_t · log π_t, the product over the loss tokens of token t's sequence."""
     inputs = masked(inputs)
-    ratio = jnp.exp(saturate(segment_sum(inputs.logprobs - inputs.behaviour_logprobs, inputs.segment_ids)))
+    ratio = jnp.exp(saturate(segment_sum(saturate(inputs.logprobs - inputs.behaviour_logprobs), inputs.segment_ids)))
     return weighted_policy_gradient(inputs, jnp.minimum(ratio, cap), is_clipped=ratio > cap)
 
 
@@ -97,7 +100,7 @@ def geometric_mask(inputs: LossInputs, low: float, high: float, cap: float) -> L
     """Returns −Σ_t w_t · sg(1[low ≤ g ≤ high] · min(π_t/μ_t, cap)) · A_t · log π_t, g the geometric-mean ratio of token t's sequence."""
     inputs = masked(inputs)
     ratio = importance_ratio(inputs.logprobs, inputs.behaviour_logprobs)
-    mean_log_ratio = segment_mean(inputs.logprobs - inputs.behaviour_logprobs, inputs.loss_mask, inputs.segment_ids)
+    mean_log_ratio = segment_mean(saturate(inputs.logprobs - inputs.behaviour_logprobs), inputs.loss_mask, inputs.segment_ids)
     is_dropped = (mean_log_ratio < jnp.log(low)) | (mean_log_ratio > jnp.log(high))
     weight = jnp.where(is_dropped, 0.0, jnp.minimum(ratio, cap))
     return weighted_policy_gradient(inputs, weight, is_clipped=is_dropped | (ratio > cap))

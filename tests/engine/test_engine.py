@@ -109,7 +109,7 @@ def test_new_temperature_budget_prompt_or_weights_compile_nothing(params):
     before = engine.num_compilations()
     assert before == {"prefill": 2, "insert": 2, "generate": 1}  # two buckets, always four samples
     slots.swap_weights(place(engine, unstack(random_params(STACKED, seed=1))), 1)
-    slots.submit(requests(make_prompts([10, 16, 17, 24], seed=5), 4, temperature=0.3, max_new_tokens=4))
+    slots.submit(requests(make_prompts([10, 16, 18, 24], seed=5), 4, temperature=0.3, max_new_tokens=4))
     run_to_end(slots)
     assert engine.num_compilations() == before
 
@@ -144,13 +144,13 @@ def test_a_released_slot_is_clean(params):
     prompts = make_prompts([6, 12])
     state = engine.init_decode_state()
     start = [SlotRequest(slot=0, prompt_id=0, sample_index=0, temperature=1.0, max_new_tokens=10)]
-    state, _ = engine.generate(placed, engine.insert(engine.prefill(placed, prompts[0].token_ids), state, start))
+    state, _ = engine.generate(placed, engine.insert(engine.prefill(placed, [prompts[0].token_ids])[0], state, start))
     state = engine.release(state, [0])
     state, result = engine.generate(placed, state)
     assert not result.is_emitted.any()
     again = [SlotRequest(slot=0, prompt_id=1, sample_index=0, temperature=1.0, max_new_tokens=10)]
-    state, reused = engine.generate(placed, engine.insert(engine.prefill(placed, prompts[1].token_ids), state, again))
-    fresh = engine.insert(engine.prefill(placed, prompts[1].token_ids), engine.init_decode_state(), again)
+    state, reused = engine.generate(placed, engine.insert(engine.prefill(placed, [prompts[1].token_ids])[0], state, again))
+    fresh = engine.insert(engine.prefill(placed, [prompts[1].token_ids])[0], engine.init_decode_state(), again)
     _, expected = engine.generate(placed, fresh)
     np.testing.assert_array_equal(reused.token_ids[:, 0], expected.token_ids[:, 0])
     np.testing.assert_array_equal(reused.logprobs[:, 0], expected.logprobs[:, 0])
@@ -164,10 +164,10 @@ def test_bad_requests_name_the_limit(params):
     engine = make_engine()
     placed = place(engine, unstack(params))
     with pytest.raises(ValueError, match="prompt of 25 tokens"):
-        engine.prefill(placed, np.zeros(25, np.int32))
+        engine.prefill(placed, [np.zeros(25, np.int32)])
     with pytest.raises(ValueError, match="prompt of 0 tokens"):
-        engine.prefill(placed, np.zeros(0, np.int32))
-    prefix = engine.prefill(placed, np.zeros(3, np.int32))
+        engine.prefill(placed, [np.zeros(0, np.int32)])
+    prefix = engine.prefill(placed, [np.zeros(3, np.int32)])[0]
     with pytest.raises(ValueError, match="budget of 11 new tokens does not fit"):
         engine.insert(prefix, engine.init_decode_state(), [SlotRequest(slot=0, prompt_id=0, sample_index=0, temperature=1.0, max_new_tokens=11)])
     with pytest.raises(ValueError, match="insert needs at least one request"):

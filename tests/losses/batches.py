@@ -1,6 +1,7 @@
 """Random loss inputs, for the tests of this folder."""
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +15,11 @@ Loss = Callable[[LossInputs], LossOutput]
 def inputs_of(logprobs, behaviour=None, *, proximal=None, advantages=None, mask=None, weights=None, segments=None) -> LossInputs:
     """Builds inputs from nested lists; by default on-policy, advantage 1, everything a loss token of one segment per row."""
     logprobs = jnp.asarray(logprobs, jnp.float32)
-    fill = {"behaviour": logprobs, "proximal": logprobs}
     mask = np.ones(logprobs.shape) if mask is None else mask
     return LossInputs(
         logprobs=logprobs,
-        behaviour_logprobs=jnp.asarray(fill["behaviour"] if behaviour is None else behaviour, jnp.float32),
-        proximal_logprobs=jnp.asarray(fill["proximal"] if proximal is None else proximal, jnp.float32),
+        behaviour_logprobs=jnp.asarray(logprobs if behaviour is None else behaviour, jnp.float32),
+        proximal_logprobs=jnp.asarray(logprobs if proximal is None else proximal, jnp.float32),
         advantages=jnp.asarray(np.ones(logprobs.shape) if advantages is None else advantages, jnp.float32),
         loss_mask=jnp.asarray(mask, jnp.float32),
         token_weights=jnp.asarray(mask if weights is None else weights, jnp.float32),
@@ -49,11 +49,26 @@ def random_inputs(seed: int, num_rows: int = 3, length: int = 12, *, spread: flo
     )
 
 
+@functools.cache  # a bound method is found again only if its object is the same one
+def _gradient(loss: Loss):
+    return jax.jit(jax.grad(lambda logprobs, inputs: loss(inputs._replace(logprobs=logprobs)).loss_sum))
+
+
 def gradient(loss: Loss, inputs: LossInputs) -> np.ndarray:
-    """The gradient of the loss sum by `logprobs`, [B, L]."""
-    return np.asarray(jax.grad(lambda logprobs: loss(inputs._replace(logprobs=logprobs)).loss_sum)(inputs.logprobs))
+    """The gradient of the loss sum by `logprobs`, [B, L]; compiled once per loss and shape."""
+    return np.asarray(_gradient(loss)(inputs.logprobs, inputs))
 
 
-def rows_of(inputs: LossInputs, rows: Sequence[int] | slice) -> LossInputs:
+@functools.cache
+def _output(loss: Loss):
+    return jax.jit(loss)
+
+
+def output(loss: Loss, inputs: LossInputs) -> LossOutput:
+    """The loss, compiled once per loss and shape."""
+    return _output(loss)(inputs)
+
+
+def rows_of(inputs: LossInputs, rows: slice) -> LossInputs:
     """Some rows of the inputs."""
     return LossInputs(*(value[rows] for value in inputs))
