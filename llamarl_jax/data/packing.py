@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from llamarl_jax.types import Trajectory, TrajectoryBatch, TrajectoryGroup
 
@@ -51,21 +52,21 @@ def pack(
     items = [_Item(group.prompt.token_ids, trajectory) for group in groups for trajectory in group.trajectories]
     longest = max((item.num_tokens for item in items), default=0)
     if longest > row_length:
-        raise ValueError(f"a trajectory of {longest} tokens does not fit a row of {row_length}; raise trainer.row_length or lower engine limits")
+        raise ValueError(f"a trajectory of {longest} tokens does not fit a row of {row_length}; raise trainer.row_length")
     places = _first_fit(items, row_length if is_packed else 0)
     num_rows = max((place.row + 1 for place in places), default=0)
     num_rows = max(1, -(-num_rows // num_rows_multiple)) * num_rows_multiple
     batch = _empty(num_rows, row_length)
     next_segment = [0] * num_rows
-    for item, place in zip(items, places, strict=True):
+    for place, item in sorted(zip(places, items, strict=True), key=lambda pair: pair[0]):  # so that ids rise along a row
         next_segment[place.row] += 1
         _write(batch, item, place, next_segment[place.row], step)
     return batch, places
 
 
-def unpack(array: np.ndarray, place: Place) -> np.ndarray:
+def unpack(array: ArrayLike, place: Place) -> np.ndarray:
     """Returns the entries of one [B, L] array that belong to the completion at `place`."""
-    return array[place.row, place.start + place.num_prompt_tokens : place.start + place.num_tokens]
+    return np.asarray(array)[place.row, place.start + place.num_prompt_tokens : place.start + place.num_tokens]
 
 
 def _first_fit(items: Sequence[_Item], row_length: int) -> list[Place]:

@@ -1,17 +1,15 @@
-"""Where tasks come from: files, Hub data sets, and procedural tasks, all with random access.
+"""What a source of tasks is: rows by index, so that shuffling, sharding and resuming are questions of indices only.
 
-A source's config is a frozen dataclass; `open()` gives a `Source` of rows that any index can be asked for, so that shuffling,
-sharding and resuming are questions of indices only. A bad row is reported with its file, row and column.
+A source's config is a frozen dataclass whose `open()` gives a `Source`. Those that read are in `files.py` and `hub.py`, those that make
+their tasks in `procedural.py`.
 """
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 
@@ -25,9 +23,12 @@ class Row:
 
 
 class Source(Protocol):
-    """Rows by index; `fingerprint` changes when the rows may have."""
+    """Rows by index; `fingerprint` changes when the data or the options that choose from it change."""
 
-    fingerprint: str
+    @property
+    def fingerprint(self) -> str:
+        """Short hash of the data and its options."""
+        ...
 
     def __len__(self) -> int: ...
 
@@ -35,7 +36,7 @@ class Source(Protocol):
 
 
 class DataError(ValueError):
-    """A data file or row cannot be used; the message names it and the fix."""
+    """A data file, a row or the options of a task cannot be used; the message names it and the fix."""
 
 
 @dataclass(frozen=True)
@@ -52,124 +53,49 @@ class RowList:
         return self.rows[index]
 
 
-@dataclass(frozen=True, kw_only=True)
-class JsonlPrompts:
-    """Rows of a JSON Lines file."""
+def rows_from_records(
+    records: Iterable[tuple[int, Mapping[str, Any]]], where: str, question_column: str, reference_column: str | None
+) -> list[Row]:
+    """Checks records and turns them into rows; columns that are neither question nor reference become metadata.
 
-    path: str
-    """File ending in .jsonl or .jsonl.gz."""
-    question_column: str = "question"
-    """Column with the task's text."""
-    reference_column: str | None = "answer"
-    """Column with the gold answer; None where the reward needs none."""
+    Args:
+        records: (row number for messages, column → value).
+        where: file or data set, for messages.
 
-    def open(self) -> Source:
-        """Reads and checks the whole file."""
-        path = _existing(self.path)
-        data = path.read_bytes()
-        text = gzip.decompress(data) if path.suffix == ".gz" else data
-        records = [_parse(line, path, number) for number, line in enumerate(text.decode("utf-8").splitlines(), 1) if line.strip()]
-        return _rows(records, path, self.question_column, self.reference_column, hashlib.sha256(data).hexdigest())
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParquetPrompts:
-    """Rows of a Parquet file."""
-
-    path: str
-    """Parquet file."""
-    question_column: str = "question"
-    """Column with the task's text."""
-    reference_column: str | None = "answer"
-    """Column with the gold answer; None where the reward needs none."""
-
-    def open(self) -> Source:
-        """Reads and checks the whole file."""
-        import pyarrow.parquet
-
-        path = _existing(self.path)
-        records = pyarrow.parquet.read_table(path).to_pylist()
-        return _rows(records, path, self.question_column, self.reference_column, hashlib.sha256(path.read_bytes()).hexdigest())
-
-
-@dataclass(frozen=True, kw_only=True)
-class HubPrompts:
-    """Rows of a Hugging Face data set (needs the `hub` extra and a reachable Hub or a filled cache)."""
-
-    name: str
-    """Data set id such as `openai/gsm8k`."""
-    subset: str | None = None
-    """Configuration of the data set, such as `main`."""
-    split: str = "train"
-    """Split."""
-    question_column: str = "question"
-    """Column with the task's text."""
-    reference_column: str | None = "answer"
-    """Column with the gold answer; None where the reward needs none."""
-
-    def open(self) -> Source:
-        """Downloads the split, or takes it from the cache."""
-        try:
-            import datasets
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError("Hub data sets need the datasets package; run `pip install 'llamarl_jax[hub]'`") from error
-        try:
-            table = datasets.load_dataset(self.name, self.subset, split=self.split)
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"data set {self.name!r} (subset {self.subset!r}, split {self.split!r}) cannot be loaded: {error}; check the names and the "
-                "network, or give the rows as a file with JsonlPrompts"
-            ) from error
-        where = Path(f"{self.name}:{self.split}")
-        return _rows(list(table), where, self.question_column, self.reference_column, str(table._fingerprint))  # noqa: SLF001
+    Raises:
+        DataError: there is no row, or a column is missing, empty, or neither text nor a number.
+    """
+    used = {question_column, reference_column}
+    rows = [
+        Row(
+            question=_text(record, question_column, where, number),
+            reference=None if reference_column is None else _text(record, reference_column, where, number),
+            metadata={name: value for name, value in record.items() if name not in used},
+        )
+        for number, record in records
+    ]
+    if not rows:
+        raise DataError(f"{where} has no rows; give one with at least one task")
+    return rows
 
 
 def overlap(first: Source, second: Source) -> int:
-    """Counts the questions of `second` that also stand in `first`."""
+    """Counts the rows of `second` whose question also stands in `first`: 0 where held-out problems are really held out."""
     known = {first[i].question for i in range(len(first))}
     return sum(second[i].question in known for i in range(len(second)))
 
 
-def fingerprint_of(value: Any) -> str:
-    """Returns a short hash of a config's representation."""
-    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+def fingerprint_of(*values: Any) -> str:
+    """Returns a short hash of the representations of plain values and configs."""
+    return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
 
 
-def _existing(path_text: str) -> Path:
-    path = Path(path_text)
-    if not path.is_file():
-        raise FileNotFoundError(f"data file {path} does not exist; check the path (it is relative to the folder you start from)")
-    return path
-
-
-def _parse(line: str, path: Path, number: int) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}, line {number} is not JSON ({error.msg}): {line[:80]!r}; mend or remove the line") from error
-    if not isinstance(record, dict):
-        raise DataError(f"{path}, line {number} is not a JSON object: {line[:80]!r}; each line must be {{column: value, ...}}")
-    return record
-
-
-def _rows(
-    records: Sequence[Mapping[str, Any]], path: Path, question_column: str, reference_column: str | None, fingerprint: str
-) -> RowList:
-    if not records:
-        raise DataError(f"{path} has no rows; give a file with at least one task")
-    rows = []
-    for number, record in enumerate(records, 1):
-        question = _text(record, question_column, path, number)
-        reference = None if reference_column is None else _text(record, reference_column, path, number)
-        used = {question_column, reference_column}
-        rows.append(Row(question=question, reference=reference, metadata={k: v for k, v in record.items() if k not in used}))
-    return RowList(rows, fingerprint)
-
-
-def _text(record: Mapping[str, Any], column: str, path: Path, number: int) -> str:
+def _text(record: Mapping[str, Any], column: str, where: str, number: int) -> str:
     if column not in record:
-        raise DataError(f"{path}, row {number} has no column {column!r}, only {sorted(record)}; set question_column / reference_column to these")
+        raise DataError(f"{where}, row {number} has no column {column!r}, only {sorted(record)}; set question_column / reference_column")
     value = record[column]
-    if isinstance(value, bool) or not isinstance(value, str | int | float) or value == "":
-        raise DataError(f"{path}, row {number}, column {column!r} holds {value!r}; it must be text or a number: fill it in or remove the row")
+    is_text = isinstance(value, str) and value.strip() != ""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not (is_text or is_number):
+        raise DataError(f"{where}, row {number}, column {column!r} holds {value!r}; it must be text or a number: mend or remove it")
     return str(value)

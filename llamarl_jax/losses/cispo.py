@@ -2,9 +2,9 @@
 
     update direction = Σ_t clip(π_t/μ_t, 1 − clip_low, 1 + clip_high) · A · ∇log π_t
 
-Source: MiniMax, "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention", arXiv 2506.13585, section 3.1. There the
-lower end is not used (clip_low = 1 here) and only clip_high is tuned; its value is not printed. A rare token that starts a new line of
-thought soon has a large ratio; PPO's clip would silence just these tokens.
+Source: MiniMax, "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention", arXiv 2506.13585. There the lower end is not
+used (clip_low = 1 here) and only clip_high is tuned. A rare token that starts a new line of thought soon has a large ratio; PPO's clip
+would silence just these tokens.
 
 Where the gradient flows: only through log π; the clipped ratio is a stop-gradient weight.
 """

@@ -1,30 +1,21 @@
 """Reads the weights of a Hugging Face folder straight into their sharding.
 
-Every safetensors file is memory-mapped and each device's slice is cut from the map when JAX asks for it, so that a process touches the bytes that
-its own devices hold, one leaf at a time, and never the whole model. The map is made from the file's header (8 bytes of length, JSON, raw
-data; see the safetensors documentation), because one code path then serves float32, float16 and bfloat16.
+Each device's slice is cut from the memory-mapped files when JAX asks for it, so that a process touches the bytes that its own devices
+hold, one leaf at a time, and never the whole model. A slice that several devices hold is read once.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 
 from llamarl_jax.models.config import ModelConfig
+from llamarl_jax.models.safetensors_files import WeightsError, file_of, open_tensors
 from llamarl_jax.models.transformer import Params, TransformerSpec
-
-DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16), "F64": np.dtype(np.float64)}
-INDEX_NAME, SINGLE_NAME = "model.safetensors.index.json", "model.safetensors"
-
-
-class WeightsError(ValueError):
-    """The weights in a folder do not fit its config; the message names file, tensor and fix."""
 
 
 def load_params(folder: Path, config: ModelConfig, shardings: Params, dtype: Any) -> Params:
@@ -36,25 +27,18 @@ def load_params(folder: Path, config: ModelConfig, shardings: Params, dtype: Any
 
     Raises:
         WeightsError: a tensor is missing, unexpected or of another shape, or a file is damaged.
-        FileNotFoundError: there are no safetensors files.
+        FileNotFoundError: there are no safetensors files, or one that the index names is missing.
     """
     tensors = open_tensors(folder)
-    spec = TransformerSpec.build(config, is_scanned=True)
-    names = hugging_face_names(config, spec.shapes)
-    _check(tensors, names, spec.shapes, folder, config)
+    shapes = TransformerSpec.build(config, is_scanned=True).shapes
+    names = hugging_face_names(config, shapes)
+    _check(tensors, names, shapes, folder, config)
 
     def load(path: Any, shape: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.Array:
-        sources = [tensors[name] for name in names[_key(path)]]
-        is_stacked = path[0].key == "layers"
+        sources = [tensors[name] for name in names[tree_key(path)]]
+        return _load_leaf(sources, shape.shape, sharding, np.dtype(dtype), is_stacked=path[0].key == "layers")
 
-        def cut(index: tuple[slice, ...]) -> np.ndarray:
-            if not is_stacked:
-                return np.asarray(sources[0][index], dtype)
-            return np.stack([np.asarray(source[index[1:]], dtype) for source in sources[index[0]]])
-
-        return jax.make_array_from_callback(shape.shape, sharding, cut)
-
-    return jax.tree_util.tree_map_with_path(load, spec.shapes, shardings)
+    return jax.tree_util.tree_map_with_path(load, shapes, shardings)
 
 
 def hugging_face_names(config: ModelConfig, shapes: Params) -> dict[tuple[str, ...], list[str]]:
@@ -63,7 +47,7 @@ def hugging_face_names(config: ModelConfig, shapes: Params) -> dict[tuple[str, .
     top = {"embed": "model.embed_tokens", "final_norm": "model.norm", "lm_head": "lm_head"}
     result = {}
     for path, _ in jax.tree_util.tree_leaves_with_path(shapes):
-        keys = _key(path)
+        keys = tree_key(path)
         leaf = "bias" if keys[-1] == "bias" else "weight"
         if keys[0] != "layers":
             result[keys] = [f"{top[keys[0]]}.{leaf}"]
@@ -73,61 +57,57 @@ def hugging_face_names(config: ModelConfig, shapes: Params) -> dict[tuple[str, .
     return result
 
 
-def open_tensors(folder: Path) -> dict[str, np.ndarray]:
-    """Maps all tensors of a folder's safetensors files into memory, by name; reads their headers only.
-
-    Raises:
-        FileNotFoundError: there are none, or the index names a file that is missing.
-        WeightsError: a file is damaged.
-    """
-    index = folder / INDEX_NAME
-    if index.is_file():
-        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        if missing := [name for name in files if not (folder / name).is_file()]:
-            raise FileNotFoundError(f"{index} names {missing[0]!r}, which is not in the folder; download the model again")
-    elif (folder / SINGLE_NAME).is_file():
-        files = [SINGLE_NAME]
-    else:
-        raise FileNotFoundError(f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}; only safetensors weights can be loaded")
-    return {name: tensor for file in files for name, tensor in _map_file(folder / file)}
+def tree_key(path: Any) -> tuple[str, ...]:
+    """Returns the keys of a leaf of a nested dict from its tree path."""
+    return tuple(entry.key for entry in path)
 
 
-def _map_file(path: Path) -> Iterator[tuple[str, np.ndarray]]:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        header_size = int.from_bytes(file.read(8), "little")
-        if size < 8 + header_size:
-            raise WeightsError(f"{path} is cut off: {size} bytes, but its header alone has {header_size}; download it again")
-        header = json.loads(file.read(header_size))
-    data = np.memmap(path, np.uint8, mode="r", offset=8 + header_size) if size > 8 + header_size else np.empty(0, np.uint8)
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        start, end = entry["data_offsets"]
-        if end > len(data):
-            raise WeightsError(f"{path} is cut off: tensor {name!r} ends at byte {end} of {len(data)}; download it again")
-        if entry["dtype"] not in DTYPES:
-            raise WeightsError(f"{path}: tensor {name!r} has dtype {entry['dtype']}; supported: {', '.join(DTYPES)}")
-        yield name, data[start:end].view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
+def _load_leaf(
+    sources: Sequence[np.ndarray], shape: tuple[int, ...], sharding: jax.sharding.Sharding, dtype: np.dtype, *, is_stacked: bool
+) -> jax.Array:
+    slices: dict[tuple[tuple[int, int, int], ...], np.ndarray] = {}
+
+    def cut(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        key = tuple(s.indices(size) for s, size in zip(index, shape, strict=True))
+        if key not in slices:
+            slices[key] = _cut_stacked(sources, index, dtype) if is_stacked else np.array(sources[0][index], dtype)
+        return slices[key]
+
+    return jax.make_array_from_callback(shape, sharding, cut)
+
+
+def _cut_stacked(sources: Sequence[np.ndarray], index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
+    """Fills one array layer by layer; stacking a list would hold every layer twice."""
+    layers = sources[index[0]]
+    result = np.empty((len(layers), *layers[0][index[1:]].shape), dtype)
+    for row, source in zip(result, layers, strict=True):
+        row[...] = source[index[1:]]
+    return result
 
 
 def _check(
-    tensors: Mapping[str, np.ndarray], names: Mapping[tuple[str, ...], list[str]], shapes: Params, folder: Path, config: ModelConfig
+    tensors: Mapping[str, np.ndarray],
+    names: Mapping[tuple[str, ...], list[str]],
+    shapes: Params,
+    folder: Path,
+    config: ModelConfig,
 ) -> None:
-    expected: set[str] = set()
+    expected = {"lm_head.weight"} if config.is_tied_embedding else set()  # some files hold the tied head again
     for path, shape in jax.tree_util.tree_leaves_with_path(shapes):
         wanted = shape.shape[1:] if path[0].key == "layers" else shape.shape
-        for name in names[_key(path)]:
+        for name in names[tree_key(path)]:
             expected.add(name)
             if name not in tensors:
                 raise WeightsError(f"{folder} has no tensor {name!r} of shape {wanted}; the weights do not belong to its config.json")
-            if tensors[name].shape != wanted:
-                raise WeightsError(f"{folder}: tensor {name!r} has shape {tensors[name].shape}, but config.json asks for {wanted}")
-    ignored = {"lm_head.weight"} if config.is_tied_embedding else set()
-    extra = sorted(name for name in tensors if name not in expected | ignored and not name.endswith("rotary_emb.inv_freq"))
+            if (found := tensors[name].shape) != wanted:
+                raise WeightsError(
+                    f"{file_of(tensors[name], folder)}: tensor {name!r} has shape {found}, but config.json asks for {wanted}; the weights "
+                    "do not belong to it"
+                )
+    extra = sorted(name for name in tensors if name not in expected and not name.endswith("rotary_emb.inv_freq"))
     if extra:
-        raise WeightsError(f"{folder} has {len(extra)} tensors that config.json does not explain, such as {extra[0]!r}; is it another architecture?")
-
-
-def _key(path: Any) -> tuple[str, ...]:
-    return tuple(entry.key for entry in path)
+        raise WeightsError(
+            f"{file_of(tensors[extra[0]], folder)}: {len(extra)} tensors are not explained by config.json, such as {extra[0]!r} of shape "
+            f"{tensors[extra[0]].shape}; is it another architecture?"
+        )

@@ -1,4 +1,7 @@
-"""A tiny random Llama with a character tokenizer, for tests, notebooks and bug reports: nothing to download, small enough to learn from scratch."""
+"""A tiny random Llama with a character tokenizer, for tests, notebooks and bug reports.
+
+There is nothing to download, and it is small enough to learn a task from scratch within a minute on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import json
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import save_file
+
+from llamarl_jax.models.safetensors_files import SINGLE_NAME, write_safetensors
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz +-*=?.,:\n"
@@ -20,7 +24,9 @@ def write_tiny_model(folder: Path, *, seed: int = 0) -> None:
         seed: of the random weights.
     """
     vocab_size = len(SPECIAL_TOKENS) + len(CHARACTERS)
-    save_file(_weights(vocab_size, np.random.default_rng(seed)), folder / "model.safetensors", metadata={"format": "pt"})
+    weights = _weights(vocab_size, np.random.default_rng(seed))
+    shapes = {name: weight.shape for name, weight in weights.items()}
+    write_safetensors(folder / SINGLE_NAME, shapes, np.float32, weights.items())
     eos = SPECIAL_TOKENS.index("<eos>")
     config = {
         "architectures": ["LlamaForCausalLM"],

@@ -26,9 +26,7 @@ class Decoder(Protocol):
 class RewardScorer:
     """Scores completions and groups; thread-safe as far as its pool is."""
 
-    def __init__(
-        self, config: RewardConfig, tokenizer: Decoder, pool: RewardPool, advantages: Callable[[np.ndarray], np.ndarray]
-    ) -> None:
+    def __init__(self, config: RewardConfig, tokenizer: Decoder, pool: RewardPool, advantages: Callable[[np.ndarray], np.ndarray]) -> None:
         """Joins the parts.
 
         Args:

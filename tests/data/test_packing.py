@@ -86,3 +86,29 @@ def test_an_empty_batch_is_one_empty_microbatch():
     assert places == []
     assert batch.token_ids.shape == (2, 8)
     assert batch.loss_mask.sum() == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(groups, st.integers(32, 70))
+def test_packing_repeats_itself_and_no_row_is_two_that_would_fit_into_one(groups, row_length):
+    batch, places = pack(groups, row_length=row_length, num_rows_multiple=1, step=STEP)
+    again, places_again = pack(groups, row_length=row_length, num_rows_multiple=1, step=STEP)
+    assert places == places_again
+    for first, second in zip(batch, again, strict=True):
+        np.testing.assert_array_equal(first, second)
+    used = (batch.segment_ids > 0).sum(axis=1)
+    assert all(used[i] + used[j] > row_length for i in range(len(used)) for j in range(i))
+    for row in batch.segment_ids:  # trajectories lie side by side from the start of the row, padding behind them
+        assert (np.diff(row[row > 0]) >= 0).all()
+        assert (row[: (row > 0).sum()] > 0).all()
+
+
+def test_a_worked_example():
+    """Lengths 6 and 4 share the first row of 10, 5 opens the second; ties keep their order."""
+    groups = [_group(0, [(2, 3)]), _group(1, [(2, 4), (2, 2)])]
+    batch, places = pack(groups, row_length=10, num_rows_multiple=1, step=STEP)
+    assert [tuple(place) for place in places] == [(1, 0, 2, 5), (0, 0, 2, 6), (0, 6, 2, 4)]
+    assert batch.segment_ids.tolist() == [[1] * 6 + [2] * 4, [1] * 5 + [0] * 5]
+    assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 5, 0, 1, 2, 3], [0, 1, 2, 3, 4, 0, 0, 0, 0, 0]]
+    assert batch.loss_mask.tolist() == [[0, 0, 1, 1, 1, 1, 0, 0, 1, 1], [0, 0, 1, 1, 1, 0, 0, 0, 0, 0]]
+    assert (batch.staleness[batch.loss_mask == 0] == -1).all()
