@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct learns arithmetic on two virtual CPU devices: the quickstart.
 
-    llamarl train configs/smollm2_arithmetic_cpu.py
+llamarl train configs/smollm2_arithmetic_cpu.py
 """
 
 from llamarl_jax.config import Config, EvaluationConfig
@@ -18,18 +18,18 @@ from llamarl_jax.train_step import OptimizerConfig, TrainerConfig
 
 def get_config() -> Config:
     def prompts(split):
-        source = ArithmeticPrompts(min_operand=0, max_operand=20, operators="+-", text="{a}{operator}{b}", split=split)
+        source = ArithmeticPrompts(min_operand=0, max_operand=20, operators="+-", text="{a}{operator}{b}", split=split, eval_share=0.3)
         return PromptsConfig(source=source, template=PlainTemplate(text="3+5=8\n9-2=7\n{question}="))
 
     return Config(
         run_dir="runs/smollm2_arithmetic",
         model="smollm2-135m",
         prompts=prompts("train"),
-        evaluation=EvaluationConfig(prompts=prompts("eval"), num_prompts=256),
+        evaluation=EvaluationConfig(prompts=prompts("eval"), num_prompts=265),
         rewards=RewardConfig(terms=(RewardTerm(name="correct", function=ExactNumber()),)),
-        schedule=ScheduleConfig(num_steps=30, groups_per_step=16, group_size=8, max_staleness=1),
+        schedule=ScheduleConfig(num_steps=24, groups_per_step=8, group_size=8, max_staleness=1),
         placement=PlacementConfig(platform="cpu"),
-        engine=EngineConfig(num_slots=128, max_prompt_tokens=24, max_new_tokens=6, decode_steps_per_call=2, stop_texts=("\n",)),
+        engine=EngineConfig(num_slots=64, max_prompt_tokens=24, max_new_tokens=6, decode_steps_per_call=2, stop_texts=("\n",)),
         trainer=TrainerConfig(
             loss=AipoConfig(rho=4.0),
             optimizer=OptimizerConfig(learning_rate=2e-5, warmup_steps=3),

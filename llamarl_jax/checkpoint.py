@@ -1,8 +1,8 @@
 """Asynchronous checkpoints of a run: trainer state, committed step, prompt cursor and resolved config.
 
-Orbax copies device memory before `save` returns and writes in the background, so the next step may donate the state at once. A save that failed
-in the background is raised by the next save or by `close`, never swallowed. Each checkpoint is written under a temporary name and renamed,
-so a kill leaves either a whole checkpoint or none.
+Orbax copies device memory before `save` returns and writes in the background, so the next step may donate the state at once. A save that
+failed in the background is raised by the next save or by `close`, never swallowed. Each checkpoint is written under a temporary name and
+renamed, so a kill leaves either a whole checkpoint or none.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import orbax.checkpoint as ocp
-
 
 FOLDER_NAME = "checkpoints"
 
@@ -29,7 +28,7 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         if self.every_steps < 0 or self.num_kept < 1:
             raise ValueError(
-                f"checkpoint.every_steps = {self.every_steps} must not be negative and checkpoint.num_kept = {self.num_kept} must be at least 1"
+                f"checkpoint.every_steps = {self.every_steps} must be 0 or more, checkpoint.num_kept = {self.num_kept} at least 1"
             )
 
 
@@ -75,7 +74,9 @@ class Checkpointer:
         """
         step = self.latest_step()
         if step is None:
-            raise CheckpointMissingError(f"no checkpoint in {self._folder}; start the run without resume, or name the folder of the run to go on with")
+            raise CheckpointMissingError(
+                f"no checkpoint in {self._folder}; start the run without resume, or name the folder of the run to go on with"
+            )
         args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state), host=ocp.args.JsonRestore())
         restored = self._manager.restore(step, args=args)
         return Restored(step, restored["state"], restored["host"])

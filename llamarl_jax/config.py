@@ -1,7 +1,7 @@
 """The config of a run: one frozen dataclass that holds each component's own config, and the checks that span components.
 
-A config file builds one (`configs/*.py`, `configs/*.gin`), the command line overrides single fields, and the resolved result is written into the run
-folder and into every checkpoint.
+A config file builds one (`configs/*.py`, `configs/*.gin`), the command line overrides single fields, and the resolved result is written
+into the run folder and into every checkpoint.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from llamarl_jax.checkpoint import CheckpointConfig
 from llamarl_jax.data.stream import PromptsConfig
 from llamarl_jax.engine.engine import EngineConfig
 from llamarl_jax.executors.generator import GeneratorConfig
-from llamarl_jax.train_step import TrainerConfig
 from llamarl_jax.losses.advantages import AdvantageConfig
 from llamarl_jax.meshes import PlacementConfig
 from llamarl_jax.metrics.watchdog import WatchdogConfig
 from llamarl_jax.metrics.writer import MetricsConfig
 from llamarl_jax.rewards.api import RewardConfig
 from llamarl_jax.schedule import ScheduleConfig
+from llamarl_jax.train_step import TrainerConfig
 from llamarl_jax.weights.export import WeightsConfig
 
 
@@ -106,11 +106,11 @@ def check_config(config: Config) -> None:
     num_rows = config.placement.trainer_data * config.placement.trainer_fsdp
     if config.trainer.rows_per_microbatch % num_rows:
         raise ValueError(
-            f"trainer.rows_per_microbatch = {config.trainer.rows_per_microbatch} cannot be split over placement.trainer_data × trainer_fsdp = "
+            f"trainer.rows_per_microbatch = {config.trainer.rows_per_microbatch} cannot be split over trainer_data × trainer_fsdp = "
             f"{num_rows} devices; choose a multiple of {num_rows}"
         )
     if config.engine.num_slots % config.placement.generator_data:
         raise ValueError(
-            f"engine.num_slots = {config.engine.num_slots} cannot be split over placement.generator_data = {config.placement.generator_data} "
+            f"engine.num_slots = {config.engine.num_slots} cannot be split over generator_data = {config.placement.generator_data} "
             f"replicas; choose a multiple of {config.placement.generator_data}"
         )

@@ -37,7 +37,6 @@ from llamarl_jax.engine.slots import SlotScheduler
 from llamarl_jax.evaluate import EvaluationResult, evaluate
 from llamarl_jax.executors.generator import Generator
 from llamarl_jax.executors.reward import Reward
-from llamarl_jax.train_step import TrainState, TrainStep
 from llamarl_jax.executors.trainer import Trainer
 from llamarl_jax.losses.advantages import advantages
 from llamarl_jax.meshes import Meshes, build_meshes, configure_platform
@@ -54,11 +53,22 @@ from llamarl_jax.policy import Policy, open_policy
 from llamarl_jax.rewards.pool import RewardPool
 from llamarl_jax.rewards.scoring import RewardScorer
 from llamarl_jax.schedule import Schedule, SharedSchedule
+from llamarl_jax.train_step import TrainStep
 from llamarl_jax.types import CompletionGroup, DroppedGroup, TrajectoryGroup
 from llamarl_jax.weights.channel import WeightChannel, WeightUpdate
 from llamarl_jax.weights.export import WeightExporter
 
-CHANGEABLE_ON_RESUME = ("run_dir", "should_resume", "schedule.num_steps", "placement", "weights", "evaluation", "checkpoint", "metrics", "watchdog")
+CHANGEABLE_ON_RESUME = (
+    "run_dir",
+    "should_resume",
+    "schedule.num_steps",
+    "placement",
+    "weights",
+    "evaluation",
+    "checkpoint",
+    "metrics",
+    "watchdog",
+)
 """Config fields that a resumed run may have other values of; everything else would change what the checkpoint means."""
 
 
@@ -92,7 +102,9 @@ def run(config: Config) -> RunSummary:
         train_step = _build_train_step(config, policy, meshes)
         restored = _restore(config, run_dir, checkpointer, train_step)
         start_version = restored.step if restored else 0
-        writer = MetricsWriter(run_dir, config.metrics, first_step=start_version if restored else None, run_config=config_record.to_plain(config))
+        writer = MetricsWriter(
+            run_dir, config.metrics, first_step=start_version if restored else None, run_config=config_record.to_plain(config)
+        )
         report = RunReport(stack.enter_context(writer), _view(config, stack), timeline, counters)
         config_record.save_config(config, run_dir)
         watchdog = Watchdog(config.watchdog.timeout_s, failure.latch, run_dir=run_dir)
@@ -100,7 +112,10 @@ def run(config: Config) -> RunSummary:
         scorer = RewardScorer(config.rewards, policy.tokenizer, pool, partial(advantages, config.advantages))
 
         schedule = failure.register(SharedSchedule(Schedule(config.schedule, start_version=start_version)))
-        cursor = PromptCursor(PromptStream(config.prompts, policy.tokenizer, max_prompt_tokens=config.engine.max_prompt_tokens, seed=config.seed), _cursor_state(restored))
+        cursor = PromptCursor(
+            PromptStream(config.prompts, policy.tokenizer, max_prompt_tokens=config.engine.max_prompt_tokens, seed=config.seed),
+            _cursor_state(restored),
+        )
         num_outstanding = (config.schedule.max_staleness + 2) * config.schedule.groups_per_step
         completions = failure.register(Channel[CompletionGroup]("completions", capacity=num_outstanding))
         trajectories = failure.register(Channel[TrajectoryGroup | DroppedGroup]("trajectories", capacity=2 * num_outstanding))
@@ -222,7 +237,9 @@ def _restore(config: Config, run_dir: Path, checkpointer: Checkpointer, train_st
     ]
     if changed:
         lines = "\n  ".join(map(str, changed))
-        raise ValueError(f"the checkpoint in {run_dir} was written by another config; undo these changes or start a new run_dir:\n  {lines}")
+        raise ValueError(
+            f"the checkpoint in {run_dir} was written by another config; undo these changes or start a new run_dir:\n  {lines}"
+        )
     return restored
 
 

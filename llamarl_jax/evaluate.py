@@ -80,10 +80,14 @@ class EvaluationResult:
     def save(self, path: Path, num_answers: int) -> None:
         """Writes the first answers as JSON lines."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(asdict(answer), ensure_ascii=False) + "\n" for answer in self.answers[:num_answers]), encoding="utf-8")
+        path.write_text(
+            "".join(json.dumps(asdict(answer), ensure_ascii=False) + "\n" for answer in self.answers[:num_answers]), encoding="utf-8"
+        )
 
 
-def evaluate(slots: SlotScheduler, prompts: Sequence[Prompt], scorer: RewardScorer, *, max_new_tokens: int, heartbeat: Callable[[], None]) -> EvaluationResult:
+def evaluate(
+    slots: SlotScheduler, prompts: Sequence[Prompt], scorer: RewardScorer, *, max_new_tokens: int, heartbeat: Callable[[], None]
+) -> EvaluationResult:
     """Answers all prompts greedily and scores them with the training reward.
 
     Raises:

@@ -12,7 +12,14 @@ from llamarl_jax.types import Prompt
 
 
 def generate_text(
-    model: str, prompt: str, *, max_new_tokens: int = 128, temperature: float = 0.0, num_samples: int = 1, seed: int = 0, is_raw: bool = False
+    model: str,
+    prompt: str,
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    num_samples: int = 1,
+    seed: int = 0,
+    is_raw: bool = False,
 ) -> list[str]:
     """Returns the model's answers.
 

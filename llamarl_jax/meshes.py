@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -90,11 +90,11 @@ def configure_platform(placement: PlacementConfig) -> None:
     """
     if placement.platform != "auto":
         jax.config.update("jax_platforms", "cpu" if placement.platform == "cpu" else "cuda")
-    if not _backends_are_initialised() and jax.config.jax_num_cpu_devices < placement.num_devices and not _flag_sets_device_count():
+    if not _backends_are_initialised() and jax.config.read("jax_num_cpu_devices") < placement.num_devices and not _flag_sets_device_count():
         jax.config.update("jax_num_cpu_devices", placement.num_devices)
 
 
-def build_meshes(placement: PlacementConfig, devices: Sequence[jax.Device] | None = None) -> Meshes:
+def build_meshes(placement: PlacementConfig, devices: Sequence[Any] | None = None) -> Meshes:
     """Builds both meshes from the first devices of the list: trainer devices first, generator devices after them.
 
     Raises:
@@ -104,8 +104,8 @@ def build_meshes(placement: PlacementConfig, devices: Sequence[jax.Device] | Non
     if len(devices) < placement.num_devices:
         raise ValueError(
             f"placement '{placement.kind}' needs {placement.num_devices} devices (trainer {placement.num_trainer_devices}, generator "
-            f"{placement.num_generator_devices}) but there are {len(devices)} ({devices[0].platform if devices else 'none'}); choose smaller "
-            "mesh axes, placement.kind 'shared', or on CPU set placement.platform to 'cpu', which makes virtual devices"
+            f"{placement.num_generator_devices}) but there are {len(devices)} ({devices[0].platform if devices else 'none'}); choose "
+            "smaller mesh axes, placement.kind 'shared', or on CPU set placement.platform to 'cpu', which makes virtual devices"
         )
     split = placement.num_trainer_devices
     generator_devices = devices[:split] if placement.kind == "shared" else devices[split : split + placement.num_generator_devices]
@@ -114,7 +114,7 @@ def build_meshes(placement: PlacementConfig, devices: Sequence[jax.Device] | Non
     return Meshes(build_mesh(devices[:split], trainer_shape), build_mesh(generator_devices, generator_shape))
 
 
-def build_mesh(devices: Sequence[jax.Device], shape: Mapping[str, int]) -> Mesh:
+def build_mesh(devices: Sequence[Any], shape: Mapping[str, int]) -> Mesh:
     """Builds one mesh with Auto axes in the given device order."""
     grid = np.array(devices).reshape(tuple(shape.values()))
     return Mesh(grid, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))

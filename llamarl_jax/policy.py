@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from llamarl_jax.data.tokenizer import Tokenizer
-from llamarl_jax.models.config import ModelConfig
 from llamarl_jax.fetch import fetch
+from llamarl_jax.models.config import ModelConfig
 from llamarl_jax.models.hf_config import from_hugging_face
 from llamarl_jax.models.hugging_face import load_params
 from llamarl_jax.models.transformer import Params, TransformerSpec
@@ -41,9 +41,11 @@ class Policy:
         """
         ids = list(self.config.eos_token_ids)
         for text in stop_texts:
-            encoded = self.tokenizer.encode_plain(text)
+            encoded = self.tokenizer.encode_fragment(text)
             if len(encoded) != 1:
-                raise ValueError(f"engine.stop_texts has {text!r}, which is {len(encoded)} tokens of {self.folder.name}; each must be one token")
+                raise ValueError(
+                    f"engine.stop_texts has {text!r}, which is {len(encoded)} tokens of {self.folder.name}; each must be one token"
+                )
             ids.append(int(encoded[0]))
         return tuple(sorted(set(ids)))
 

@@ -91,9 +91,9 @@ class OptimizerConfig:
 class TrainerConfig:
     """The gradient step."""
 
-    loss: LossConfig = AipoConfig()
+    loss: LossConfig = field(default_factory=AipoConfig)
     """Policy loss."""
-    kl: KlConfig = KlConfig()
+    kl: KlConfig = field(default_factory=KlConfig)
     """Penalty for leaving the reference policy; coefficient 0 keeps no reference weights."""
     entropy_coefficient: float = 0.0
     """Weight of the entropy bonus, per token."""
@@ -214,14 +214,15 @@ class TrainStep:
 
     def _logprobs(self, params: Params, batch: TrajectoryBatch) -> tuple[Float[Array, "B L"], Float[Array, "B L"]]:
         model = self.spec.bind(params)
+        token_ids, segment_ids = jnp.asarray(batch.token_ids), jnp.asarray(batch.segment_ids)
         hidden = model(
-            batch.token_ids,
-            batch.positions,
-            batch.segment_ids,
+            token_ids,
+            jnp.asarray(batch.positions),
+            segment_ids,
             dtype=self._dtype,
             is_rematerialised=self.config.is_rematerialised,
         )
-        return token_logprobs(model.logits(hidden), batch.token_ids, batch.segment_ids, self._temperature)
+        return token_logprobs(model.logits(hidden), token_ids, segment_ids, self._temperature)
 
     def _loss(
         self, params: Params, batch: TrajectoryBatch, denominator: Float[Array, ""], reference: Params | None
@@ -248,9 +249,7 @@ class TrainStep:
             metrics |= part.metrics
         return sum(part.loss_sum for part in parts) / denominator, metrics
 
-    def _gradient(
-        self, params: Params, batch: TrajectoryBatch, denominator: Float[Array, ""], reference: Params | None
-    ) -> StepSums:
+    def _gradient(self, params: Params, batch: TrajectoryBatch, denominator: Float[Array, ""], reference: Params | None) -> StepSums:
         (loss, metrics), grads = jax.value_and_grad(self._loss, has_aux=True)(params, batch, denominator, reference)
         return StepSums(grads, loss, metrics)
 
@@ -265,7 +264,7 @@ class TrainStep:
         return StepSums(jax.tree.map(jnp.add, sums.grads, new.grads), sums.loss + new.loss, metrics)
 
     def _apply(self, state: TrainState, sums: StepSums) -> tuple[TrainState, dict[str, Array]]:
-        grad_norm = optax.global_norm(sums.grads)
+        grad_norm = optax.tree.norm(sums.grads)
         is_finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums.loss)
         learning_rate = self._learning_rate(state.step)
         updates, opt_state = self._optimizer.update(sums.grads, state.opt_state, state.params)

@@ -29,7 +29,7 @@ def test_dimensions_that_do_not_divide_and_axes_that_are_missing_stay_whole():
 def test_errors_name_the_numbers_and_a_fix():
     with pytest.raises(ValueError, match="needs 16 devices"):
         build_meshes(PlacementConfig(trainer_fsdp=8, generator_data=8))
-    with pytest.raises(ValueError, match="placement.trainer_fsdp is 0"):
+    with pytest.raises(ValueError, match=r"placement.trainer_fsdp is 0"):
         PlacementConfig(trainer_fsdp=0)
     with pytest.raises(ValueError, match="same devices, but the trainer mesh has 2"):
         PlacementConfig(kind="shared", trainer_fsdp=2)

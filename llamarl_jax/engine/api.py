@@ -25,7 +25,8 @@ from llamarl_jax.models.transformer import Params
 
 class Prefix(NamedTuple):
     """A prefilled prompt: its row in cache arrays of a bucket's length (shared with the prompts prefilled along with it), the last prompt
-    token, and the prompt's length in tokens."""
+    token, and the prompt's length in tokens.
+    """
 
     cache: KVCache
     row: int

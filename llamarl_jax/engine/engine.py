@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -124,7 +124,7 @@ class DecodeEngine:
         for index, token_ids in enumerate(prompts):
             if not 1 <= len(token_ids) <= self.config.max_prompt_tokens:
                 raise ValueError(
-                    f"prompt of {len(token_ids)} tokens; the decoder takes 1 to engine.max_prompt_tokens = {self.config.max_prompt_tokens}: "
+                    f"prompt of {len(token_ids)} tokens; it must have 1 to engine.max_prompt_tokens = {self.config.max_prompt_tokens}; "
                     "filter the prompts or raise the limit"
                 )
             buckets.setdefault(prompt_bucket(len(token_ids) - 1), []).append(index)
@@ -197,15 +197,16 @@ class DecodeEngine:
         cache = named_sharding(mesh, CACHE_AXES, cache_shape, {**axis_units(config), "kv_heads": 1})
         rows = named_sharding(mesh, ("rows",), (self.num_slots,))
         pairs = named_sharding(mesh, ("rows", None), (self.num_slots, 2))
-        return DecodeState(
-            tuple(LayerCache(cache, cache) for _ in range(config.num_layers)),  # pyright: ignore[reportArgumentType]
+        shardings: Any = DecodeState  # the tree of shardings has the state's structure, not its types
+        return shardings(
+            cache=tuple(LayerCache(cache, cache) for _ in range(config.num_layers)),  # pyright: ignore[reportArgumentType]
             tokens=rows,
             positions=rows,
             remaining=rows,
             is_live=rows,
             key_data=pairs,
             temperature=rows,
-        )  # pyright: ignore[reportArgumentType]
+        )
 
     def _init_state(self) -> DecodeState:
         zeros = jnp.zeros(self.num_slots, jnp.int32)
@@ -220,7 +221,7 @@ class DecodeEngine:
         )
 
     def _prefill_bucket(self, params: Params, token_ids: Int[Array, "R P"]) -> KVCache:
-        cache = init_cache(self.spec.config, *token_ids.shape, self._dtype)
+        cache = init_cache(self.spec.config, token_ids.shape[0], token_ids.shape[1], self._dtype)
         start = jnp.zeros(token_ids.shape[0], jnp.int32)
         return self.spec.bind(params).extend(token_ids, start, cache, dtype=self._dtype)[1]
 
@@ -236,7 +237,7 @@ class DecodeEngine:
         def copy(old: Array, new: Array) -> Array:
             return old.at[requests.slots, :, : new.shape[2]].set(new[row].astype(old.dtype))
 
-        keys = jax.vmap(partial(completion_key, self.seed))(requests.prompt_ids, requests.sample_indices)
+        keys = jax.vmap(partial(completion_key, self.seed))(jnp.asarray(requests.prompt_ids), jnp.asarray(requests.sample_indices))
         at = requests.slots
         return DecodeState(
             cache=jax.tree.map(copy, state.cache, prefix),

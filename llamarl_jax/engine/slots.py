@@ -1,7 +1,7 @@
 """Continuous batching: keeps the slots of an engine full and puts finished completions together.
 
-Requests wait in one queue, first come, first served. Before each `generate` call every free slot is filled; requests of the same prompt share
-one prefill. A slot that ended is free again before the next call, so a long completion never holds up its neighbours' successors.
+Requests wait in one queue, first come, first served. Before each `generate` call every free slot is filled; requests of the same prompt
+share one prefill. A slot that ended is free again before the next call, so a long completion never holds up its neighbours' successors.
 
 Weights may be swapped between two calls. Tokens are stamped with the version that was in force during their call, and a kept prefix
 is dropped, since it belongs to the old weights.

@@ -1,8 +1,9 @@
 """The generator: draws prompts as the schedule admits them, decodes their completions, and loads new weights.
 
-Two loops over the same parts. In `boundary` mode it works in rounds: round k is decoded with exactly version max(start, k − S), and the decoder is
-drained before the next weights are loaded, so a run is reproducible. In `in_flight` mode it never drains: before every decode call it takes the
-newest weights, admits what the staleness bound allows, and goes on; a completion may then span versions, each token carrying its own.
+Two loops over the same parts. In `boundary` mode it works in rounds: round k is decoded with exactly version max(start, k − S), and the
+decoder is drained before the next weights are loaded, so a run is reproducible. In `in_flight` mode it never drains: before every decode
+call it takes the newest weights, admits what the staleness bound allows, and goes on; a completion may then span versions, each token
+carrying its own.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class GeneratorConfig:
 
     def __post_init__(self) -> None:
         if self.temperature <= 0:
-            raise ValueError(f"generator.temperature is {self.temperature}; training needs a temperature above 0 (greedy groups teach nothing)")
+            raise ValueError(
+                f"generator.temperature is {self.temperature}; training needs a temperature above 0 (greedy groups teach nothing)"
+            )
 
 
 @dataclass

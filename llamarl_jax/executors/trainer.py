@@ -1,7 +1,7 @@
 """The trainer: waits for a legal batch, takes one optimizer step, publishes the new weights, and keeps the books of the run.
 
-Order inside a step: take the batch (the schedule checks its age once more), pack it, accumulate gradients, update, publish. The generator is
-waiting for the weights, so they go out before metrics are read and checkpoints written.
+Order inside a step: take the batch (the schedule checks its age once more), pack it, accumulate gradients, update, publish. The generator
+is waiting for the weights, so they go out before metrics are read and checkpoints written.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from llamarl_jax.channels import Channel
 from llamarl_jax.checkpoint import Checkpointer
 from llamarl_jax.data.cursor import PromptCursor
 from llamarl_jax.data.packing import pack
-from llamarl_jax.train_step import StepSums, TrainState, TrainStep
 from llamarl_jax.losses.diagnostics import finish
 from llamarl_jax.losses.normalisation import denominator
 from llamarl_jax.metrics.batch import batch_metrics
@@ -24,6 +23,7 @@ from llamarl_jax.metrics.counters import Counters
 from llamarl_jax.metrics.timeline import Timeline
 from llamarl_jax.models.transformer import Params
 from llamarl_jax.schedule import SharedSchedule
+from llamarl_jax.train_step import StepSums, TrainState, TrainStep
 from llamarl_jax.types import DroppedGroup, TrajectoryBatch, TrajectoryGroup
 from llamarl_jax.weights.channel import SyncStats, WeightChannel
 
@@ -107,7 +107,9 @@ class Trainer:
         config = self._train_step.config
         with self._timeline.span("trainer", "collate"):
             num_rows = config.rows_per_microbatch
-            batch, _ = pack(groups, row_length=self._row_length, num_rows_multiple=num_rows, is_packed=config.is_packed, step=self._schedule.step - 1)
+            batch, _ = pack(
+                groups, row_length=self._row_length, num_rows_multiple=num_rows, is_packed=config.is_packed, step=self._schedule.step - 1
+            )
             total = denominator(batch, config.normalisation, max_tokens=self._max_new_tokens)
         with self._timeline.span("trainer", "gradient"):
             sums: StepSums | None = None
@@ -132,7 +134,7 @@ class Trainer:
         limit = self._train_step.config.max_skipped_steps
         if self._num_skipped_in_a_row > limit:
             raise NonFiniteGradientError(
-                f"the gradient was not finite in {self._num_skipped_in_a_row} steps in a row, up to step {step} (trainer.max_skipped_steps = "
+                f"the gradient was not finite in {self._num_skipped_in_a_row} steps in a row, up to {step} (trainer.max_skipped_steps = "
                 f"{limit}); the weights are those before the first of them: lower trainer.optimizer.learning_rate, or check the rewards"
             )
 

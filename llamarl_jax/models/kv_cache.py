@@ -37,9 +37,7 @@ def init_cache(config: ModelConfig, num_slots: int, capacity: int, dtype: jnp.dt
     return tuple(LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers))
 
 
-def write(
-    cache: LayerCache, keys: Float[Array, "S T K Q"], values: Float[Array, "S T K Q"], start: Int[Array, " S"]
-) -> LayerCache:
+def write(cache: LayerCache, keys: Float[Array, "S T K Q"], values: Float[Array, "S T K Q"], start: Int[Array, " S"]) -> LayerCache:
     """Stores T consecutive new tokens of every slot at positions start … start + T − 1."""
 
     def store(old: Array, new: Array) -> Array:

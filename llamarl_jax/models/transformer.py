@@ -43,13 +43,16 @@ Rope = tuple[Float[Array, "B T Q"], Float[Array, "B T Q"]]
 class Linear(nnx.Module):
     """y = x · kernelᵀ + bias, with kernel (out, in)."""
 
-    def __init__(self, out_size: int, in_size: int, axes: tuple[str, str], *, lead: tuple[int, ...], rngs: nnx.Rngs, has_bias: bool = False):
+    def __init__(
+        self, out_size: int, in_size: int, axes: tuple[str, str], *, lead: tuple[int, ...], rngs: nnx.Rngs, has_bias: bool = False
+    ):
         names = ("layers",) * len(lead)
         kernel = jax.random.normal(rngs.params(), (*lead, out_size, in_size)) * INIT_SCALE
         self.kernel = nnx.Param(kernel, logical_axes=(*names, *axes))
         self.bias = nnx.Param(jnp.zeros((*lead, out_size)), logical_axes=(*names, axes[0])) if has_bias else None
 
     def __call__(self, x: Float[Array, "B T I"]) -> Float[Array, "B T O"]:
+        """Applies the layer; the kernel is cast to the dtype of `x`."""
         kernel = self.kernel[...].astype(x.dtype)
         y = jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (1,)), ((), ())))
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
@@ -63,6 +66,7 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones((*lead, size)), logical_axes=(*("layers",) * len(lead), "norm"))
 
     def __call__(self, x: Float[Array, "*shape D"]) -> Float[Array, "*shape D"]:
+        """Normalises the last axis; returns the dtype of `x`."""
         wide = x.astype(jnp.float32)
         inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
         return (wide * inverse_rms * self.scale[...].astype(jnp.float32)).astype(x.dtype)
@@ -85,6 +89,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], rope: Rope, mask: Bool[Array, "B T C"], start: Int[Array, " B"] | None, cache: LayerCache | None
     ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
+        """Mixes tokens; with a cache, stores the new keys and values at `start` first and attends to all of it."""
         queries = self._heads(self.q_proj(x), self.q_norm, rope)
         keys = self._heads(self.k_proj(x), self.k_norm, rope)
         values = self.v_proj(x).reshape(*x.shape[:2], -1, self.config.head_dim)
@@ -111,6 +116,7 @@ class Mlp(nnx.Module):
         self.down_proj = linear(config.hidden_size, config.intermediate_size, ("embed", "mlp"))
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Applies the gated mlp."""
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -126,6 +132,7 @@ class Block(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], rope: Rope, mask: Bool[Array, "B T C"], start: Int[Array, " B"] | None, cache: LayerCache | None
     ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
+        """Applies the layer; arguments as for `Attention`."""
         with jax.named_scope("attention"):
             mixed, cache = self.attention(self.attention_norm(x), rope, mask, start, cache)
             x = x + mixed
@@ -139,7 +146,6 @@ class Transformer(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, is_scanned: bool, rngs: nnx.Rngs):
         self.config = config
-        self.is_scanned = is_scanned
         self.embed = Embedding(config, rngs=rngs)
         if is_scanned:
             self.layers = Block(config, lead=(config.num_layers,), rngs=rngs)
@@ -173,7 +179,7 @@ class Transformer(nnx.Module):
 
         Needs the list form of the layers. Prefill is this with T = bucket and start 0, a decode step is this with T = 1.
         """
-        if self.is_scanned:
+        if isinstance(self.layers, Block):
             raise ValueError("decoding needs the list form of the layers; export the weights with llamarl_jax.weights first")
         capacity = cache[0].keys.shape[2]
         positions = start[:, None] + jnp.arange(token_ids.shape[1])[None, :]
@@ -196,8 +202,10 @@ class Transformer(nnx.Module):
             return logits
         return jnp.where(jnp.arange(self.config.vocab_size) < self.config.valid_vocab_size, logits, UNKNOWN_ID_LOGIT)
 
-    def _run_layers(self, x: Float[Array, "B T D"], rope: Rope, mask: Bool[Array, "B T T"], is_rematerialised: bool) -> Float[Array, "B T D"]:
-        if not self.is_scanned:
+    def _run_layers(
+        self, x: Float[Array, "B T D"], rope: Rope, mask: Bool[Array, "B T T"], is_rematerialised: bool
+    ) -> Float[Array, "B T D"]:
+        if isinstance(self.layers, nnx.List):
             for block in self.layers:
                 x, _ = block(x, rope, mask, None, None)
             return x
@@ -218,6 +226,7 @@ class Embedding(nnx.Module):
         self.embedding = nnx.Param(table, logical_axes=("vocab", "embed"))
 
     def __call__(self, token_ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Looks tokens up."""
         return jnp.take(self.embedding[...], token_ids, axis=0)
 
 
@@ -265,4 +274,3 @@ class TransformerSpec:
 def axis_units(config: ModelConfig) -> Mapping[str, int]:
     """Returns the smallest piece of each logical axis: a head is never cut."""
     return {"heads": config.head_dim, "kv_heads": config.head_dim}
-

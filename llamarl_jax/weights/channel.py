@@ -1,12 +1,12 @@
 """Carries weight versions from the trainer to the generator: export, transfer, swap.
 
-`publish` runs on the trainer's thread: it exports a version on the trainer mesh and copies it to the generator mesh, bucket by bucket, and stages
-it whole. `take` and `take_newest` run on the generator's thread: they hand a staged version over, after which the generator puts it in
-force between two decode calls by one assignment. Nothing half-written is ever visible, and a version has its number from the trainer's
-committed steps, not from a count of calls.
+`publish` runs on the trainer's thread: it exports a version on the trainer mesh and copies it to the generator mesh, bucket by bucket,
+and stages it whole. `take` and `take_newest` run on the generator's thread: they hand a staged version over, after which the generator
+puts it in force between two decode calls by one assignment. Nothing half-written is ever visible, and a version has its number from the
+trainer's committed steps, not from a count of calls.
 
-In `boundary` mode every version is kept, in order, until it is taken; the staleness bound limits them to max(S, 1). In `in_flight` mode a new version
-replaces one that was not taken yet, so at most one waits.
+In `boundary` mode every version is kept, in order, until it is taken; the staleness bound limits them to max(S, 1). In `in_flight` mode a
+new version replaces one that was not taken yet, so at most one waits.
 """
 
 from __future__ import annotations
@@ -53,7 +53,13 @@ class WeightChannel:
     """Single producer (trainer), single consumer (generator)."""
 
     def __init__(
-        self, exporter: WeightExporter, channel: Channel[WeightUpdate], config: WeightsConfig, timeline: Timeline, *, keeps_only_newest: bool
+        self,
+        exporter: WeightExporter,
+        channel: Channel[WeightUpdate],
+        config: WeightsConfig,
+        timeline: Timeline,
+        *,
+        keeps_only_newest: bool,
     ) -> None:
         """Joins an exporter to a bounded channel that the run's failure closes."""
         self._exporter, self._channel, self._config, self._timeline = exporter, channel, config, timeline
@@ -122,7 +128,7 @@ class WeightChannel:
         for (path, expected), found in zip(sent, arrived, strict=True):
             if int(expected) != int(found):
                 raise WeightMismatchError(
-                    f"weights of version {update.version} arrived damaged: {jax.tree_util.keystr(path)} has checksum {int(found):#010x} on the "
+                    f"weights of version {update.version} arrived damaged: {jax.tree_util.keystr(path)} has {int(found):#010x} on the "
                     f"generator mesh and {int(expected):#010x} on the trainer mesh; report this with the mesh shapes and JAX's version"
                 )
         return update
@@ -141,4 +147,3 @@ class _PhaseClock:
         with self._timeline.span("weights", name):
             yield
         self.seconds[name] += time.perf_counter() - started_s
-

@@ -15,8 +15,8 @@ def test_chat_template_passes_messages_exactly():
 
 
 def test_a_wrong_placeholder_is_named():
-    with pytest.raises(ValueError, match=r"template.text = 'x \{queston\}' has the placeholders \['queston'\]"):
-        PlainTemplate(text="x {queston}")
+    with pytest.raises(ValueError, match=r"template.text = 'x \{questin\}' has the placeholders \['questin'\]"):
+        PlainTemplate(text="x {questin}")
     with pytest.raises(ValueError, match=r"template.user = 'hello' has the placeholders \[\]"):
         ChatTemplate(user="hello")
 

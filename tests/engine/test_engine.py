@@ -169,12 +169,14 @@ def test_bad_requests_name_the_limit(params):
         engine.prefill(placed, [np.zeros(0, np.int32)])
     prefix = engine.prefill(placed, [np.zeros(3, np.int32)])[0]
     with pytest.raises(ValueError, match="budget of 11 new tokens does not fit"):
-        engine.insert(prefix, engine.init_decode_state(), [SlotRequest(slot=0, prompt_id=0, sample_index=0, temperature=1.0, max_new_tokens=11)])
+        engine.insert(
+            prefix, engine.init_decode_state(), [SlotRequest(slot=0, prompt_id=0, sample_index=0, temperature=1.0, max_new_tokens=11)]
+        )
     with pytest.raises(ValueError, match="insert needs at least one request"):
         engine.insert(prefix, engine.init_decode_state(), [])
     with pytest.raises(ValueError, match="num_slots = 3 cannot be split over 2 replicas"):
         make_engine(num_slots=3, data=2)
-    with pytest.raises(ValueError, match="engine.num_slots is 0"):
+    with pytest.raises(ValueError, match=r"engine.num_slots is 0"):
         EngineConfig(num_slots=0)
 
 

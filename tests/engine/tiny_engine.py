@@ -1,6 +1,7 @@
 """A small random transformer and its engine, for the tests of this folder and its neighbours."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,10 +58,12 @@ def unstack(params: Params) -> Params:
     return {**params, "layers": layers}
 
 
-def make_engine(*, data: int = 1, tensor: int = 1, first_device: int = 0, seed: int = 0, **options: int) -> DecodeEngine:
+def make_engine(*, data: int = 1, tensor: int = 1, first_device: int = 0, seed: int = 0, **options: Any) -> DecodeEngine:
     devices = jax.devices()[first_device : first_device + data * tensor]
     config = EngineConfig(**{"num_slots": 4, "max_prompt_tokens": 24, "max_new_tokens": 10, "decode_steps_per_call": 3, **options})
-    return DecodeEngine(LISTED, build_mesh(devices, {"data": data, "tensor": tensor}), config, eos_token_ids=CONFIG.eos_token_ids, seed=seed)
+    return DecodeEngine(
+        LISTED, build_mesh(devices, {"data": data, "tensor": tensor}), config, eos_token_ids=CONFIG.eos_token_ids, seed=seed
+    )
 
 
 def place(engine: DecodeEngine, params: Params) -> Params:

@@ -80,21 +80,27 @@ def _plain_loop(config, folder):
     engine = DecodeEngine(policy.listed, meshes.generator, config.engine, eos_token_ids=policy.config.eos_token_ids, seed=config.seed)
     slots, position, reward = SlotScheduler(engine, exporter.send(state.params), 0), 0, DigitShare()
     for step in range(config.schedule.num_steps):
-        groups = []
-        for _ in range(config.schedule.groups_per_step):
+        prompts = []
+        for index in range(config.schedule.groups_per_step):
             prompt, position = stream.next(position)
-            slots.submit([CompletionRequest(ticket=i, prompt=prompt, sample_index=i, temperature=1.0, max_new_tokens=6) for i in range(4)])
-            finished = {}
-            while not slots.is_idle:
-                finished.update(slots.step())
-            completions = [finished[i] for i in range(4)]
+            prompts.append(prompt)
+            samples = range(config.schedule.group_size)
+            slots.submit(
+                [CompletionRequest(ticket=4 * index + i, prompt=prompt, sample_index=i, temperature=1.0, max_new_tokens=6) for i in samples]
+            )
+        finished = {}
+        while not slots.is_idle:
+            finished.update(slots.step())
+        groups = []
+        for index, prompt in enumerate(prompts):
+            completions = [finished[4 * index + i] for i in range(4)]
             texts = [policy.tokenizer.decode(c.token_ids) for c in completions]
             rewards = np.array([reward(RewardInput(prompt_text=prompt.text, completion_text=t, reference=prompt.reference)) for t in texts])
             trajectories = tuple(
                 Trajectory(completion=c, reward=r, advantage=float(a), reward_terms={})
                 for c, r, a in zip(completions, rewards, advantages(config.advantages, rewards), strict=True)
             )
-            groups.append(TrajectoryGroup(prompt=prompt, admission_index=len(groups), version_class=step, trajectories=trajectories))
+            groups.append(TrajectoryGroup(prompt=prompt, admission_index=index, version_class=step, trajectories=trajectories))
         batch, _ = pack(groups, row_length=config.row_length, num_rows_multiple=4, step=step)
         total = denominator(batch, config.trainer.normalisation, max_tokens=6)
         sums = None
@@ -110,15 +116,16 @@ def _plain_loop(config, folder):
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
 def test_trainer_and_decoder_agree_after_several_steps_and_syncs(tmp_path, temperature):
     """At staleness 0 any difference between π and μ is numerical; it stays so after three optimizer steps."""
-    config = tiny_config(tmp_path, schedule={"max_staleness": 0}, generator={"temperature": temperature}, weights={"verify": "always"})
+    schedule = {"max_staleness": 0, "num_steps": 5, "groups_per_step": 6, "group_size": 8}
+    config = tiny_config(tmp_path, schedule=schedule, generator={"temperature": temperature}, weights={"verify": "always"})
     rows = run(config).rows
-    assert len(rows) == 4
+    assert len(rows) == 5
     for row in rows:
         assert row["mismatch/equal_version_logprob_abs_mean"] < 1e-5
         assert row["mismatch/logprob_abs_max"] < 1e-5
         assert row["ratio/mean"] == pytest.approx(1, abs=1e-5)
         assert row["sync/is_verified"] == 1
-    assert rows[-1]["trainer/grad_norm"] > 0
+    assert any(row["trainer/grad_norm"] > 0 for row in rows[:-1])  # the last rows really are of other weights
 
 
 @pytest.mark.parametrize(
@@ -163,7 +170,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path):
     assert_same_weights(resumed.weights, whole.weights)
     prompts = [[g.prompt.prompt_id for g in groups] for _, groups in resumed.batches]
     assert prompts == [[g.prompt.prompt_id for g in groups] for _, groups in whole.batches[4:]]
-    with pytest.raises(ValueError, match="was written by another config.*\n.*seed: 0 -> 3"):
+    with pytest.raises(ValueError, match=r"was written by another config.*\n.*seed: 0 -> 3"):
         run(dataclasses.replace(config, should_resume=True, seed=3))
     with pytest.raises(FileExistsError, match="already holds the metrics of a run"):
         run(config)
@@ -175,13 +182,15 @@ def test_resuming_from_nothing_says_so(tmp_path):
 
 
 def test_checkpoint_config_and_round_trip(tmp_path):
-    with pytest.raises(ValueError, match="checkpoint.every_steps = -1"):
+    with pytest.raises(ValueError, match=r"checkpoint.every_steps = -1"):
         CheckpointConfig(every_steps=-1)
     with Checkpointer(tmp_path, CheckpointConfig(every_steps=2, num_kept=1)) as checkpointer:
         assert [checkpointer.is_due(step) for step in (1, 2, 3, 4)] == [False, True, False, True]
         for step in (2, 4):
             checkpointer.save(step, {"x": jax.numpy.arange(3) * step}, {"cursor": {"next_position": step, "outstanding": [1]}})
-        restored = checkpointer.restore({"x": jax.ShapeDtypeStruct((3,), jax.numpy.int32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[1]))})
+        restored = checkpointer.restore(
+            {"x": jax.ShapeDtypeStruct((3,), jax.numpy.int32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[1]))}
+        )
         assert restored.step == 4
         assert restored.state["x"].tolist() == [0, 4, 8]
         assert restored.host == {"cursor": {"next_position": 4, "outstanding": [1]}}
@@ -189,7 +198,9 @@ def test_checkpoint_config_and_round_trip(tmp_path):
 
 def test_dropped_groups_are_replaced_and_the_bound_still_holds(tmp_path):
     for mode in ("boundary", "in_flight"):
-        config = tiny_config(tmp_path / mode, schedule={"num_steps": 5, "mode": mode, "max_staleness": 2}, rewards={"drops_zero_variance": True})
+        config = tiny_config(
+            tmp_path / mode, schedule={"num_steps": 5, "mode": mode, "max_staleness": 2}, rewards={"drops_zero_variance": True}
+        )
         record = run(config)
         assert sum(row["reward/num_dropped_groups"] for row in record.rows) > 0
         for step, groups in record.batches:
@@ -208,7 +219,9 @@ def always_broken(_sample: RewardInput) -> float:
 
 
 def test_all_groups_dropped_ends_with_a_clear_error(tmp_path):
-    rewards = dataclasses.replace(tiny_config(tmp_path).rewards, terms=(RewardTerm(name="one", function=always_one),), drops_zero_variance=True)
+    rewards = dataclasses.replace(
+        tiny_config(tmp_path).rewards, terms=(RewardTerm(name="one", function=always_one),), drops_zero_variance=True
+    )
     config = tiny_config(tmp_path, rewards=rewards, schedule={"max_dropped_batches": 2})
     with pytest.raises(RuntimeError, match="groups were dropped while batch 0 was filled"):
         run(config)
@@ -216,7 +229,7 @@ def test_all_groups_dropped_ends_with_a_clear_error(tmp_path):
 
 def test_a_broken_reward_ends_the_run_with_its_reason(tmp_path):
     rewards = dataclasses.replace(tiny_config(tmp_path).rewards, terms=(RewardTerm(name="broken", function=always_broken),))
-    with pytest.raises(RewardFailureError, match="12 of 12 completions could not be scored .*no such column"):
+    with pytest.raises(RewardFailureError, match=r"12 of 12 completions could not be scored .*no such column"):
         run(tiny_config(tmp_path, rewards=rewards, schedule={"groups_per_step": 3}))
 
 
@@ -259,5 +272,3 @@ def test_reference_policy_and_entropy_terms_run(tmp_path):
     rows = run(tiny_config(tmp_path, trainer=trainer, schedule={"max_staleness": 0})).rows
     assert rows[0]["kl/reference"] == pytest.approx(0, abs=1e-6)
     assert rows[-1]["kl/reference"] > 1e-6
-
-

@@ -53,7 +53,11 @@ def test_every_leaf_arrives_exactly_in_its_sharding_without_touching_the_host(pa
     expected = jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), unstack(params))
     assert jax.tree.structure(arrived) == jax.tree.structure(expected)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(arrived), expected)
-    jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim) or pytest.fail(f"{x.sharding} instead of {s}"), arrived, LISTED.shardings(meshes.generator))
+    jax.tree.map(
+        lambda x, s: x.sharding.is_equivalent_to(s, x.ndim) or pytest.fail(f"{x.sharding} instead of {s}"),
+        arrived,
+        LISTED.shardings(meshes.generator),
+    )
     assert {d for x in jax.tree.leaves(arrived) for d in x.sharding.device_set} == set(meshes.generator.devices.flat)
     assert exporter.num_bytes == tree_bytes(expected)
 
@@ -61,7 +65,9 @@ def test_every_leaf_arrives_exactly_in_its_sharding_without_touching_the_host(pa
 def test_the_detector_sees_a_bounce(params, monkeypatch):
     """Negative control: fsdp on one dimension to tensor on another goes through the host."""
     meshes = _meshes((1, 4, 1), (1, 4))
-    kernel = jax.device_put(params["layers"]["mlp"]["up_proj"]["kernel"], STACKED.shardings(meshes.trainer)["layers"]["mlp"]["up_proj"]["kernel"])
+    kernel = jax.device_put(
+        params["layers"]["mlp"]["up_proj"]["kernel"], STACKED.shardings(meshes.trainer)["layers"]["mlp"]["up_proj"]["kernel"]
+    )
     seen = []
     original = ArrayImpl._value
 
@@ -109,5 +115,5 @@ def test_few_programs_however_deep(params):
 
 
 def test_bad_bucket_size():
-    with pytest.raises(ValueError, match="weights.bucket_bytes is 0"):
+    with pytest.raises(ValueError, match=r"weights.bucket_bytes is 0"):
         WeightsConfig(bucket_bytes=0)
