@@ -11,4 +11,4 @@ if [ "$HAS_GPU" = yes ]; then config=configs/smollm2_arithmetic_gpu.py; fi
 say "fetching the model"
 "$VENV/bin/llamarl" fetch smollm2-135m
 say "training with $config"
-exec "$VENV/bin/llamarl" train "$config" "$@"
+exec "$VENV/bin/llamarl" train "$config" --run-dir "runs/quickstart-$(date +%Y%m%d-%H%M%S)" "$@"

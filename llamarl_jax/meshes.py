@@ -90,7 +90,8 @@ def configure_platform(placement: PlacementConfig) -> None:
     """
     if placement.platform != "auto":
         jax.config.update("jax_platforms", "cpu" if placement.platform == "cpu" else "cuda")
-    if not _backends_are_initialised() and jax.config.read("jax_num_cpu_devices") < placement.num_devices and not _flag_sets_device_count():
+    num_cpu_devices: int = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
+    if not _backends_are_initialised() and num_cpu_devices < placement.num_devices and not _flag_sets_device_count():
         jax.config.update("jax_num_cpu_devices", placement.num_devices)
 
 
