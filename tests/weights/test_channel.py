@@ -1,3 +1,5 @@
+from typing import Any
+
 import jax
 import pytest
 
@@ -9,7 +11,7 @@ from llamarl_jax.weights.export import WeightExporter, WeightsConfig
 from tests.engine.tiny_engine import LISTED, STACKED, random_params
 
 
-def _channel(*, verify="first", keeps_only_newest=False, timeline=None):
+def _channel(*, verify: Any = "first", keeps_only_newest=False, timeline=None):
     devices = jax.devices()
     meshes = Meshes(build_mesh(devices[:2], {"data": 1, "fsdp": 2, "tensor": 1}), build_mesh(devices[2:4], {"data": 1, "tensor": 2}))
     config = WeightsConfig(verify=verify)
