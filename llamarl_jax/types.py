@@ -116,10 +116,14 @@ class TrajectoryGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class DroppedGroup:
-    """Says that a group was filtered out or could not be scored, and why; its place in the schedule is given back."""
+    """Says that a group was filtered out or could not be scored, and why; its place in the schedule is given back.
+
+    `num_excluded` counts its samples whose reward failed.
+    """
 
     admission_index: int
     reason: str
+    num_excluded: int = 0
 
 
 class TrajectoryBatch(NamedTuple):

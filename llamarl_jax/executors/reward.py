@@ -51,7 +51,7 @@ class Reward:
             self._counters.add(reward=sum(rewards), scored=len(rewards), failed=result.num_excluded)
             self._schedule.complete(result.admission_index)
         else:
-            self._counters.add(dropped_groups=1)
+            self._counters.add(dropped_groups=1, failed=result.num_excluded)
             self._cursor.settle(result.admission_index)
             self._schedule.drop(result.admission_index)
         with self._timeline.wait("reward", "trajectory queue"):

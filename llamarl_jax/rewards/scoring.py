@@ -68,10 +68,12 @@ class RewardScorer:
         scored = [(c, terms) for c, terms in zip(group.completions, verdicts, strict=True) if not isinstance(terms, Failure)]
         num_excluded = len(verdicts) - len(scored)
         if len(scored) < MIN_GROUP_SIZE:
-            return DroppedGroup(admission_index=group.admission_index, reason=f"{num_excluded} of {len(verdicts)} completions failed")
+            reason = f"{num_excluded} of {len(verdicts)} completions failed"
+            return DroppedGroup(admission_index=group.admission_index, reason=reason, num_excluded=num_excluded)
         rewards = np.array([self._total(terms) for _, terms in scored])
         if self._config.drops_zero_variance and (rewards == rewards[0]).all():
-            return DroppedGroup(admission_index=group.admission_index, reason=f"all rewards are {rewards[0]}")
+            reason = f"all rewards are {rewards[0]}"
+            return DroppedGroup(admission_index=group.admission_index, reason=reason, num_excluded=num_excluded)
         trajectories = tuple(
             Trajectory(completion=completion, reward=float(reward), advantage=float(advantage), reward_terms=terms)
             for (completion, terms), reward, advantage in zip(scored, rewards, self._advantages(rewards), strict=True)
