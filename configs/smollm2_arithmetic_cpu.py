@@ -35,5 +35,6 @@ def get_config() -> Config:
             optimizer=OptimizerConfig(learning_rate=2e-5, warmup_steps=3),
             rows_per_microbatch=4,
             row_length=128,
+            leaves_out_zero_advantages=True,
         ),
     )

@@ -111,8 +111,18 @@ class TrainerConfig:
     """Type of activations and of the weights inside matrix products; master weights are float32 always."""
     is_rematerialised: bool = False
     """Recomputes each layer in the backward pass: less memory, a third more work."""
+    leaves_out_zero_advantages: bool = False
+    """Do not compute trajectories of advantage 0: their gradient is exactly 0, and they still count in the denominator. Policy metrics
+    are then over the others. Not possible with a KL or entropy term, which act on every trajectory."""
     max_skipped_steps: int = 3
     """Consecutive steps with a non-finite gradient after which the run fails."""
+
+    def __post_init__(self) -> None:
+        if self.leaves_out_zero_advantages and (self.kl.coefficient or self.entropy_coefficient):
+            raise ValueError(
+                f"trainer.leaves_out_zero_advantages is on, but kl.coefficient = {self.kl.coefficient} and entropy_coefficient = "
+                f"{self.entropy_coefficient} act on every trajectory; switch it off or set both to 0"
+            )
 
 
 class TrainState(NamedTuple):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from llamarl_jax.data.packing import pack
+from llamarl_jax.executors.trainer import _with_advantage
 from llamarl_jax.losses.kl import KlConfig
 from llamarl_jax.losses.normalisation import denominator
 from llamarl_jax.meshes import build_mesh
@@ -82,6 +83,25 @@ def test_any_split_into_microbatches_any_order_and_packing_give_the_same_gradien
     assert float(unpacked.loss) == pytest.approx(float(whole.loss), rel=1e-4)
     for name, value in whole.metrics.items():
         assert float(unpacked.metrics[name]) == pytest.approx(float(value), rel=1e-3, abs=1e-4), name
+
+
+def test_leaving_out_zero_advantages_changes_no_gradient(params):
+    groups = _groups()
+    flat = tuple(dataclasses.replace(t, advantage=0.0) for t in groups[1].trajectories)
+    groups[1] = dataclasses.replace(groups[1], trajectories=flat)
+    step = _step()
+    everything, _ = pack(groups, row_length=ROW_LENGTH, num_rows_multiple=8, step=0)
+    total = denominator(everything, "token_mean", max_tokens=8)
+    placed = jax.device_put(params, STACKED.shardings(step.mesh))
+    fewer, _ = pack([_with_advantage(g) for g in groups], row_length=ROW_LENGTH, num_rows_multiple=8, step=0)
+    assert fewer.loss_mask.sum() < everything.loss_mask.sum()
+    # An empty microbatch, as a batch of equal rewards only would give, is harmless too.
+    empty, _ = pack([], row_length=ROW_LENGTH, num_rows_multiple=8, step=0)
+    sums = step.accumulate(placed, None, step.place(empty), total, None)
+    first_rows = TrajectoryBatch(*(x[:8] for x in fewer))
+    _assert_close(_sums(step, params, groups).grads, step.accumulate(placed, sums, step.place(first_rows), total, None).grads)
+    with pytest.raises(ValueError, match=r"leaves_out_zero_advantages is on, but kl.coefficient = 0.5"):
+        TrainerConfig(leaves_out_zero_advantages=True, kl=KlConfig(coefficient=0.5))
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 2), (1, 8, 1), (8, 1, 1), (1, 2, 2)])

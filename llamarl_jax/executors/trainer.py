@@ -6,7 +6,9 @@ is waiting for the weights, so they go out before metrics are read and checkpoin
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -107,10 +109,13 @@ class Trainer:
         config = self._train_step.config
         with self._timeline.span("trainer", "collate"):
             num_rows = config.rows_per_microbatch
-            batch, _ = pack(
-                groups, row_length=self._row_length, num_rows_multiple=num_rows, is_packed=config.is_packed, step=self._schedule.step - 1
+            layout = partial(
+                pack, row_length=self._row_length, num_rows_multiple=num_rows, is_packed=config.is_packed, step=self._schedule.step - 1
             )
+            batch, _ = layout(groups)
             total = denominator(batch, config.normalisation, max_tokens=self._max_new_tokens)
+            if config.leaves_out_zero_advantages:  # after the denominator, which counts them
+                batch, _ = layout([_with_advantage(group) for group in groups])
         with self._timeline.span("trainer", "gradient"):
             sums: StepSums | None = None
             for first in range(0, len(batch.token_ids), num_rows):
@@ -137,6 +142,11 @@ class Trainer:
                 f"the gradient was not finite in {self._num_skipped_in_a_row} steps in a row, up to {step} (trainer.max_skipped_steps = "
                 f"{limit}); the weights are those before the first of them: lower trainer.optimizer.learning_rate, or check the rewards"
             )
+
+
+def _with_advantage(group: TrajectoryGroup) -> TrajectoryGroup:
+    """Returns the group without the trajectories that cannot move the policy."""
+    return dataclasses.replace(group, trajectories=tuple(t for t in group.trajectories if t.advantage != 0))
 
 
 def _sync_metrics(sync: SyncStats) -> dict[str, float]:
