@@ -325,6 +325,15 @@ def test_an_error_latched_from_outside_ends_the_run():
         run_executors({"blocked": blocked.get}, pipeline.failure)
 
 
+@pytest.fixture
+def python_handles_interrupts():
+    """A process that a shell started in the background ignores SIGINT, and Python then installs no handler of its own."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("python_handles_interrupts")
 def test_ctrl_c_closes_everything_and_is_raised_again():
     failure = Failure()
     channel = failure.register(Channel[int]("numbers", capacity=1))
