@@ -27,7 +27,7 @@ def get_config() -> Config:
         prompts=prompts("train"),
         evaluation=EvaluationConfig(prompts=prompts("eval"), num_prompts=265),
         rewards=RewardConfig(terms=(RewardTerm(name="correct", function=ExactNumber()),)),
-        schedule=ScheduleConfig(num_steps=24, groups_per_step=8, group_size=8, max_staleness=1),
+        schedule=ScheduleConfig(num_steps=48, groups_per_step=8, group_size=8, max_staleness=1),
         placement=PlacementConfig(platform="cpu"),
         engine=EngineConfig(num_slots=64, max_prompt_tokens=24, max_new_tokens=6, decode_steps_per_call=2, stop_texts=("\n",)),
         trainer=TrainerConfig(
