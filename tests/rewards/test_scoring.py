@@ -96,7 +96,7 @@ def test_each_group_is_judged_as_if_it_were_alone(all_texts, drops):
 def test_a_dropped_group_says_why():
     scorer = _scorer(_FakePool(), drops_zero_variance=True)
     failed, equal = scorer.score_groups([_group(0, ["az", "z", "a"]), _group(1, ["ab", "ba"])])
-    assert failed == DroppedGroup(admission_index=10, reason="2 of 3 completions failed")
+    assert failed == DroppedGroup(admission_index=10, reason="2 of 3 completions failed", num_excluded=2)
     assert equal == DroppedGroup(admission_index=11, reason="all rewards are 4.0")
     (kept,) = _scorer(_FakePool()).score_groups([_group(1, ["ab", "ba"])])
     assert isinstance(kept, TrajectoryGroup)
