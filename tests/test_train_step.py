@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -46,10 +47,13 @@ def params():
     return jax.device_get(random_params(STACKED))
 
 
-def _step(shape=(1, 1, 1), num_steps: int = 10, **options) -> TrainStep:
+def _new_step(shape=(1, 1, 1), num_steps: int = 10, **options) -> TrainStep:
     mesh = build_mesh(jax.devices()[: int(np.prod(shape))], dict(zip(("data", "fsdp", "tensor"), shape, strict=True)))
     config = TrainerConfig(**{"rows_per_microbatch": 8, "row_length": ROW_LENGTH, **options})
     return TrainStep(STACKED, mesh, config, num_steps=num_steps, temperature=1.0)
+
+
+_step = functools.cache(_new_step)  # tests with the same options share the compiled programs
 
 
 def _sums(step: TrainStep, params, groups=None, *, is_packed: bool = True, reference=None) -> StepSums:
@@ -71,11 +75,11 @@ def _assert_close(first, second, rtol: float = 2e-5) -> None:
         assert np.linalg.norm(a - b) <= rtol * np.linalg.norm(a) + 1e-7
 
 
-@pytest.mark.parametrize("normalisation", ["token_mean", "sequence_mean", "constant"])
-def test_any_split_into_microbatches_any_order_and_packing_give_the_same_gradient(params, normalisation):
+@pytest.mark.parametrize(("normalisation", "splits"), [("token_mean", (1, 2, 4)), ("sequence_mean", (1, 2, 4)), ("constant", (2,))])
+def test_any_split_into_microbatches_any_order_and_packing_give_the_same_gradient(params, normalisation, splits):
     whole = _sums(_step(normalisation=normalisation), params)
     assert float(np.abs(whole.grads["embed"]["embedding"]).max()) > 1e-4
-    for num_rows in (1, 2, 4):
+    for num_rows in splits:
         _assert_close(whole.grads, _sums(_step(normalisation=normalisation, rows_per_microbatch=num_rows), params).grads)
     _assert_close(whole.grads, _sums(_step(normalisation=normalisation), params, _groups((2, 0, 3, 1))).grads)
     unpacked = _sums(_step(normalisation=normalisation), params, is_packed=False)
@@ -102,6 +106,8 @@ def test_leaving_out_zero_advantages_changes_no_gradient(params):
     _assert_close(_sums(step, params, groups).grads, step.accumulate(placed, sums, step.place(first_rows), total, None).grads)
     with pytest.raises(ValueError, match=r"leaves_out_zero_advantages is on, but kl.coefficient = 0.5"):
         TrainerConfig(leaves_out_zero_advantages=True, kl=KlConfig(coefficient=0.5))
+    with pytest.raises(ValueError, match=r"leaves_out_zero_advantages is on, but kl.coefficient = 0.0 and entropy_coefficient = 0.1"):
+        TrainerConfig(leaves_out_zero_advantages=True, entropy_coefficient=0.1)
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 2), (1, 8, 1), (8, 1, 1), (1, 2, 2)])
@@ -144,14 +150,39 @@ def test_a_non_finite_gradient_leaves_the_state_bit_identical_and_alarms(params)
     jax.tree.map(np.testing.assert_array_equal, before[:2], jax.device_get(after)[:2])
 
 
-def test_kl_to_the_start_policy_pulls_back_only_after_it_was_left(params):
-    step = _step(kl=KlConfig(coefficient=1.0))
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_kl_to_the_start_policy_pulls_back_only_after_it_was_left(params, estimator):
+    step = _step(kl=KlConfig(coefficient=1.0, estimator=estimator), optimizer=OptimizerConfig(learning_rate=3e-2))
     placed = jax.device_put(params, STACKED.shardings(step.mesh))
     with_kl = _sums(step, params, reference=placed)
     assert float(with_kl.metrics["sum/kl/reference"]) == pytest.approx(0, abs=1e-5)
     _assert_close(_sums(_step(), params).grads, with_kl.grads)
-    moved = jax.tree.map(lambda x: x * 1.05, params)
-    assert float(_sums(step, moved, reference=placed).metrics["sum/kl/reference"]) > 0.01
+    state = step.init_state(jax.device_put(params, STACKED.shardings(step.mesh)))  # its own copy: the update donates it
+    moved = jax.device_get(step.update(state, with_kl)[0].params)
+    after = _sums(step, moved, reference=placed)
+    distance = float(after.metrics["sum/kl/reference"])
+    assert distance > 0.01
+    # The KL term's own gradient, now not zero, points away from the reference: a step against it comes nearer.
+    pull = jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), after.grads, _sums(_step(), moved).grads)
+    norm = np.sqrt(sum(np.square(x).sum() for x in jax.tree.leaves(pull)))
+    assert norm > 1e-3
+    nearer = jax.tree.map(lambda p, d: p - (0.02 / norm * d).astype(np.float32), moved, pull)
+    assert float(_sums(step, nearer, reference=placed).metrics["sum/kl/reference"]) < distance
+
+
+def test_nan_under_the_mask_of_a_batch_is_harmless(params):
+    step = _step()
+    batch, _ = pack(_groups(), row_length=ROW_LENGTH, num_rows_multiple=8, step=0)
+    rows = TrajectoryBatch(*(x[:8] for x in batch))
+    is_loss = rows.loss_mask > 0
+    assert not is_loss.all()
+    dirty = rows._replace(
+        behaviour_logprobs=np.where(is_loss, rows.behaviour_logprobs, np.nan).astype(np.float32),
+        advantages=np.where(is_loss, rows.advantages, np.inf).astype(np.float32),
+    )
+    placed = jax.device_put(params, STACKED.shardings(step.mesh))
+    clean_sums, dirty_sums = (step.accumulate(placed, None, step.place(x), 1.0, None) for x in (rows, dirty))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(clean_sums), jax.device_get(dirty_sums))
 
 
 def test_entropy_bonus_raises_entropy(params):
@@ -173,7 +204,7 @@ def test_learning_rate_schedules():
 
 
 def test_one_program_serves_any_number_of_microbatches(params):
-    step = _step(rows_per_microbatch=2)
+    step = _new_step(rows_per_microbatch=2)
     for num_groups in (2, 3, 4):
         _sums(step, params, _groups(tuple(range(num_groups))))
     assert step._first._cache_size() == step._add._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue]
@@ -196,3 +227,5 @@ def test_errors():
         _step((2, 2, 1), rows_per_microbatch=3)
     with pytest.raises(ValueError, match=r"optimizer.learning_rate = 0.0 .*must be above 0"):
         OptimizerConfig(learning_rate=0.0)
+    with pytest.raises(ValueError, match=r"optimizer.max_grad_norm = -1.0: both must be above 0"):
+        OptimizerConfig(max_grad_norm=-1.0)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamarl_jax.losses.choice import LossConfig
+from llamarl_jax.losses.gspo import GspoConfig
 from llamarl_jax.losses.inputs import LossInputs
 from llamarl_jax.losses.policy_gradient import ReinforceConfig
 from llamarl_jax.losses.truncated_is import TruncatedIsConfig
@@ -57,6 +58,16 @@ def test_the_uncorrected_loss_ignores_the_behaviour_and_the_others_do_not():
 def test_a_better_than_average_token_is_made_likelier(config):
     inputs = inputs_of([[-1.0, -2.0]], advantages=[[1.0, -1.0]], segments=[[1, 2]])
     np.testing.assert_allclose(gradient(config.loss, inputs), [[-1, 1]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("config", [c for c in CONFIGS if not isinstance(c, GspoConfig)], ids=repr)
+@settings(max_examples=6, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_on_policy_every_token_level_loss_is_reinforce(config, seed):
+    """GSPO is left out: it spreads a sequence's gradient evenly over its tokens only if their weights are equal."""
+    inputs = random_inputs(seed, spread=0.0)
+    inputs = inputs._replace(proximal_logprobs=inputs.logprobs)
+    np.testing.assert_allclose(gradient(config.loss, inputs), gradient(ReinforceConfig().loss, inputs), rtol=1e-6)
 
 
 @every_loss
@@ -113,7 +124,7 @@ def test_nan_at_a_loss_token_is_not_hidden(config):
 
 
 @every_loss
-@pytest.mark.parametrize("delta", [50.0, -50.0, 1e3, -1e3, 1e30, -1e30])
+@pytest.mark.parametrize("delta", [50.0, -50.0, 200.0, -200.0, 1e30, -1e30])
 def test_extreme_ratios_give_finite_gradients(config, delta):
     for advantage in (-2.0, 2.0):
         inputs = inputs_of(

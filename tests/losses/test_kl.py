@@ -115,6 +115,15 @@ def test_extreme_distances_have_a_finite_gradient_towards_the_reference(estimato
     assert np.sign(slope[0, 0]) == np.sign(delta)
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("delta", [50.0, -50.0, 200.0, -200.0])
+def test_every_estimate_is_finite_at_extreme_distances(estimator, delta):
+    value, slope = jax.value_and_grad(lambda x: kl_estimate(x, jnp.asarray(-delta), estimator))(0.0)
+    assert np.isfinite(value)
+    assert np.isfinite(slope)
+    assert np.sign(slope) == (1 if estimator == "k1" else np.sign(delta))
+
+
 def test_no_gradient_flows_into_the_reference():
     inputs = inputs_of([[-0.5, -1.0]])
     grads = jax.grad(lambda r: kl_penalty(inputs, r, KlConfig(coefficient=1.0)).loss_sum)(jnp.array([[-1.0, -0.2]]))
