@@ -84,6 +84,30 @@ class RunSummary:
     wall_s: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Links:
+    """What the executors meet through; all of it ends when `failure` does."""
+
+    failure: Failure
+    schedule: SharedSchedule
+    cursor: PromptCursor
+    completions: Channel[CompletionGroup]
+    trajectories: Channel[TrajectoryGroup | DroppedGroup]
+    weights: WeightChannel
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Books:
+    """What is written down about a run."""
+
+    run_dir: Path
+    timeline: Timeline
+    counters: Counters
+    report: RunReport
+    watchdog: Watchdog
+    evaluations: list[EvaluationResult]
+
+
 def run(config: Config) -> RunSummary:
     """Trains as the config says and returns when the last step is committed, evaluated and exported.
 
@@ -95,97 +119,123 @@ def run(config: Config) -> RunSummary:
     meshes = build_meshes(config.placement)
     run_dir = Path(config.run_dir)
     policy = open_policy(config.model)
-    evaluations: list[EvaluationResult] = []
     with ExitStack() as stack:
-        failure, timeline, counters = Failure(), Timeline(), Counters()
         checkpointer = stack.enter_context(Checkpointer(run_dir, config.checkpoint))
         train_step = _build_train_step(config, policy, meshes)
         restored = _restore(config, run_dir, checkpointer, train_step)
-        start_version = restored.step if restored else 0
-        writer = MetricsWriter(
-            run_dir, config.metrics, first_step=start_version if restored else None, run_config=config_record.to_plain(config)
-        )
-        report = RunReport(stack.enter_context(writer), _view(config, stack), timeline, counters)
-        config_record.save_config(config, run_dir)
-        watchdog = Watchdog(config.watchdog.timeout_s, failure.latch, run_dir=run_dir)
+        failure = Failure()
+        books = _open_books(config, run_dir, restored, failure, stack)
+        links = _link(config, policy, meshes, restored, failure, books.timeline)
         pool = stack.enter_context(RewardPool(config.rewards))
         scorer = RewardScorer(config.rewards, policy.tokenizer, pool, partial(advantages, config.advantages))
 
-        schedule = failure.register(SharedSchedule(Schedule(config.schedule, start_version=start_version)))
-        cursor = PromptCursor(
-            PromptStream(config.prompts, policy.tokenizer, max_prompt_tokens=config.engine.max_prompt_tokens, seed=config.seed),
-            _cursor_state(restored),
-        )
-        num_outstanding = (config.schedule.max_staleness + 2) * config.schedule.groups_per_step
-        completions = failure.register(Channel[CompletionGroup]("completions", capacity=num_outstanding))
-        trajectories = failure.register(Channel[TrajectoryGroup | DroppedGroup]("trajectories", capacity=2 * num_outstanding))
-        weights = _build_weight_channel(config, policy, meshes, failure, timeline)
-
-        state = restored.state if restored else train_step.init_state(policy.load_params(meshes.trainer))
-        trainer = Trainer(
-            train_step=train_step,
-            state=state,
-            reference=_reference(config, policy, meshes, state.params if not restored else None),
-            row_length=config.row_length,
-            max_new_tokens=config.engine.max_new_tokens,
-            schedule=schedule,
-            cursor=cursor,
-            trajectories=trajectories,
-            weights=weights,
-            checkpointer=checkpointer,
-            host_state={"config": config_record.to_plain(config)},
-            timeline=timeline,
-            counters=counters,
-            report=report.step,
-            heartbeat=partial(watchdog.beat, "trainer"),
-        )
-        reward = Reward(
-            scorer=scorer,
-            schedule=schedule,
-            cursor=cursor,
-            completions=completions,
-            trajectories=trajectories,
-            timeline=timeline,
-            counters=counters,
-            heartbeat=partial(watchdog.beat, "reward"),
-        )
-        engine = DecodeEngine(
-            policy.listed, meshes.generator, config.engine, eos_token_ids=policy.stop_ids(config.engine.stop_texts), seed=config.seed
-        )
-
-        def measure(slots: SlotScheduler) -> None:
-            assert evaluator is not None
-            with timeline.span("generator", "evaluation"):
-                evaluations.append(evaluator(slots))
-            report.evaluation(slots.version, evaluations[-1].metrics())
-            evaluations[-1].save(run_dir / "answers" / f"version_{slots.version}.jsonl", config.evaluation.num_samples_kept)
-
-        evaluator = _build_evaluator(config, policy, scorer, partial(watchdog.beat, "generator"))
-        generator = Generator(
-            config=config.generator,
-            engine=engine,
-            max_new_tokens=config.engine.max_new_tokens,
-            schedule=schedule,
-            cursor=cursor,
-            weights=weights,
-            completions=completions,
-            timeline=timeline,
-            counters=counters,
-            heartbeat=partial(watchdog.beat, "generator"),
-            evaluate=measure if evaluator else None,
-        )
-        with watchdog:
+        trainer = _build_trainer(config, policy, meshes, train_step, restored, checkpointer, links, books)
+        reward = _build_reward(scorer, links, books)
+        generator = _build_generator(config, policy, meshes, scorer, links, books)
+        with books.watchdog:
             run_executors({"generator": generator.run, "reward": reward.run, "trainer": trainer.run}, failure)
-        timeline.save(run_dir)
+        books.timeline.save(run_dir)
         model_dir = run_dir / "model"
         export_model(model_dir, trainer.state.params, policy.config, policy.folder)
     return RunSummary(
         run_dir=run_dir,
         model_dir=model_dir,
         plot=plot_run(run_dir) if config.metrics.write_plot else None,
-        evaluations=tuple(evaluations),
+        evaluations=tuple(books.evaluations),
         num_steps=config.schedule.num_steps,
         wall_s=time.perf_counter() - started_s,
+    )
+
+
+def _open_books(config: Config, run_dir: Path, restored: Restored | None, failure: Failure, stack: ExitStack) -> _Books:
+    timeline, counters = Timeline(), Counters()
+    first_step = restored.step if restored else None
+    writer = stack.enter_context(MetricsWriter(run_dir, config.metrics, first_step=first_step, run_config=config_record.to_plain(config)))
+    view = stack.enter_context(LiveView(config.schedule.num_steps, is_live=config.metrics.use_live_view))
+    config_record.save_config(config, run_dir)
+    return _Books(
+        run_dir=run_dir,
+        timeline=timeline,
+        counters=counters,
+        report=RunReport(writer, view, timeline, counters),
+        watchdog=Watchdog(config.watchdog.timeout_s, failure.latch, run_dir=run_dir),
+        evaluations=[],
+    )
+
+
+def _link(config: Config, policy: Policy, meshes: Meshes, restored: Restored | None, failure: Failure, timeline: Timeline) -> _Links:
+    start_version = restored.step if restored else 0
+    stream = PromptStream(config.prompts, policy.tokenizer, max_prompt_tokens=config.engine.max_prompt_tokens, seed=config.seed)
+    num_outstanding = (config.schedule.max_staleness + 2) * config.schedule.groups_per_step
+    return _Links(
+        failure=failure,
+        schedule=failure.register(SharedSchedule(Schedule(config.schedule, start_version=start_version))),
+        cursor=PromptCursor(stream, restored.host["cursor"] if restored else None),
+        completions=failure.register(Channel[CompletionGroup]("completions", capacity=num_outstanding)),
+        trajectories=failure.register(Channel[TrajectoryGroup | DroppedGroup]("trajectories", capacity=2 * num_outstanding)),
+        weights=_build_weight_channel(config, policy, meshes, failure, timeline),
+    )
+
+
+def _build_trainer(
+    config: Config,
+    policy: Policy,
+    meshes: Meshes,
+    train_step: TrainStep,
+    restored: Restored | None,
+    checkpointer: Checkpointer,
+    links: _Links,
+    books: _Books,
+) -> Trainer:
+    state = restored.state if restored else train_step.init_state(policy.load_params(meshes.trainer))
+    return Trainer(
+        train_step=train_step,
+        state=state,
+        reference=_reference(config, policy, meshes, state.params if not restored else None),
+        row_length=config.row_length,
+        max_new_tokens=config.engine.max_new_tokens,
+        schedule=links.schedule,
+        cursor=links.cursor,
+        trajectories=links.trajectories,
+        weights=links.weights,
+        checkpointer=checkpointer,
+        host_state={"config": config_record.to_plain(config)},
+        timeline=books.timeline,
+        counters=books.counters,
+        report=books.report.step,
+        heartbeat=partial(books.watchdog.beat, "trainer"),
+    )
+
+
+def _build_reward(scorer: RewardScorer, links: _Links, books: _Books) -> Reward:
+    return Reward(
+        scorer=scorer,
+        schedule=links.schedule,
+        cursor=links.cursor,
+        completions=links.completions,
+        trajectories=links.trajectories,
+        timeline=books.timeline,
+        counters=books.counters,
+        heartbeat=partial(books.watchdog.beat, "reward"),
+    )
+
+
+def _build_generator(config: Config, policy: Policy, meshes: Meshes, scorer: RewardScorer, links: _Links, books: _Books) -> Generator:
+    heartbeat = partial(books.watchdog.beat, "generator")
+    return Generator(
+        config=config.generator,
+        engine=DecodeEngine(
+            policy.listed, meshes.generator, config.engine, eos_token_ids=policy.stop_ids(config.engine.stop_texts), seed=config.seed
+        ),
+        max_new_tokens=config.engine.max_new_tokens,
+        schedule=links.schedule,
+        cursor=links.cursor,
+        weights=links.weights,
+        completions=links.completions,
+        timeline=books.timeline,
+        counters=books.counters,
+        heartbeat=heartbeat,
+        evaluate=_build_evaluation(config, policy, scorer, heartbeat, books),
     )
 
 
@@ -206,14 +256,23 @@ def _build_weight_channel(config: Config, policy: Policy, meshes: Meshes, failur
     return WeightChannel(exporter, staged, config.weights, timeline, keeps_only_newest=config.schedule.mode == "in_flight")
 
 
-def _build_evaluator(
-    config: Config, policy: Policy, scorer: RewardScorer, heartbeat: Callable[[], None]
-) -> Callable[[SlotScheduler], EvaluationResult] | None:
+def _build_evaluation(
+    config: Config, policy: Policy, scorer: RewardScorer, heartbeat: Callable[[], None], books: _Books
+) -> Callable[[SlotScheduler], None] | None:
+    """Returns what the generator calls to measure its weights, or None where the config has no held-out problems."""
     if config.evaluation.prompts is None:
         return None
     stream = PromptStream(config.evaluation.prompts, policy.tokenizer, max_prompt_tokens=config.engine.max_prompt_tokens, seed=config.seed)
     prompts = stream.first(config.evaluation.num_prompts)
-    return partial(evaluate, prompts=prompts, scorer=scorer, max_new_tokens=config.engine.max_new_tokens, heartbeat=heartbeat)
+
+    def measure(slots: SlotScheduler) -> None:
+        with books.timeline.span("generator", "evaluation"):
+            result = evaluate(slots, prompts, scorer, max_new_tokens=config.engine.max_new_tokens, heartbeat=heartbeat)
+        books.evaluations.append(result)
+        books.report.evaluation(slots.version, result.metrics())
+        result.save(books.run_dir / "answers" / f"version_{slots.version}.jsonl", config.evaluation.num_samples_kept)
+
+    return measure
 
 
 def _reference(config: Config, policy: Policy, meshes: Meshes, fresh: Params | None) -> Params | None:
@@ -241,11 +300,3 @@ def _restore(config: Config, run_dir: Path, checkpointer: Checkpointer, train_st
             f"the checkpoint in {run_dir} was written by another config; undo these changes or start a new run_dir:\n  {lines}"
         )
     return restored
-
-
-def _cursor_state(restored: Restored | None) -> dict | None:
-    return restored.host["cursor"] if restored else None
-
-
-def _view(config: Config, stack: ExitStack) -> LiveView:
-    return stack.enter_context(LiveView(config.schedule.num_steps, is_live=config.metrics.use_live_view))

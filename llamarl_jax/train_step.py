@@ -24,6 +24,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from llamarl_jax.data.packing import Packing
 from llamarl_jax.losses.aipo import AipoConfig
 from llamarl_jax.losses.choice import LossConfig
 from llamarl_jax.losses.diagnostics import policy_diagnostics
@@ -105,8 +106,9 @@ class TrainerConfig:
     """Rows of one microbatch; a multiple of trainer_data × trainer_fsdp."""
     row_length: int = 0
     """Tokens of a row; 0 takes the longest prompt plus the longest completion."""
-    is_packed: bool = True
-    """Several trajectories share a row (first-fit decreasing); otherwise one row each."""
+    packing: Packing = "shared_prompts"
+    """`shared_prompts`: several trajectories in a row, and a group's prompt in it once; `trajectories`: each with its prompt; `none`: a row
+    each. The gradient is the same to rounding."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of activations and of the weights inside matrix products; master weights are float32 always."""
     is_rematerialised: bool = False
@@ -229,6 +231,7 @@ class TrainStep:
             token_ids,
             jnp.asarray(batch.positions),
             segment_ids,
+            jnp.asarray(batch.prefix_ids),
             dtype=self._dtype,
             is_rematerialised=self.config.is_rematerialised,
         )

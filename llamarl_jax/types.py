@@ -129,7 +129,9 @@ class DroppedGroup:
 class TrajectoryBatch(NamedTuple):
     """What one gradient step sees; every field is [B, L] and aligned to the token it describes.
 
-    `segment_ids` is 0 on padding and 1, 2, … for the trajectories packed into a row; `positions` restart at 0 in each segment.
+    `segment_ids` is 0 on padding and 1, 2, … for what is packed into a row: trajectories, each seeing itself only. Where completions
+    share a prompt, its tokens are a segment of their own and `prefix_ids` names, on each token of the completions, that segment, which it
+    sees as well; elsewhere it is 0. `positions` count from the start of the prompt.
     `loss_mask` is 1 on completion tokens. `behaviour_logprobs` and `advantages` are 0 where the mask is 0, `staleness` (versions by
     which a token's weights lag behind those being trained) is −1 there.
     """
@@ -137,6 +139,7 @@ class TrajectoryBatch(NamedTuple):
     token_ids: Array | np.ndarray  # int32
     positions: Array | np.ndarray  # int32
     segment_ids: Array | np.ndarray  # int32
+    prefix_ids: Array | np.ndarray  # int32
     loss_mask: Array | np.ndarray  # float32
     behaviour_logprobs: Array | np.ndarray  # float32
     advantages: Array | np.ndarray  # float32

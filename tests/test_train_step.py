@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from llamarl_jax.data.packing import pack
+from llamarl_jax.data.packing import Packing, pack
 from llamarl_jax.executors.trainer import _with_advantage
 from llamarl_jax.losses.kl import KlConfig
 from llamarl_jax.losses.normalisation import denominator
@@ -56,10 +56,10 @@ def _new_step(shape=(1, 1, 1), num_steps: int = 10, **options) -> TrainStep:
 _step = functools.cache(_new_step)  # tests with the same options share the compiled programs
 
 
-def _sums(step: TrainStep, params, groups=None, *, is_packed: bool = True, reference=None) -> StepSums:
+def _sums(step: TrainStep, params, groups=None, *, packing: Packing = "shared_prompts", reference=None) -> StepSums:
     placed = jax.device_put(params, STACKED.shardings(step.mesh))
     num_rows = step.config.rows_per_microbatch
-    batch, _ = pack(groups or _groups(), row_length=ROW_LENGTH, num_rows_multiple=num_rows, step=0, is_packed=is_packed)
+    batch, _ = pack(groups or _groups(), row_length=ROW_LENGTH, num_rows_multiple=num_rows, step=0, packing=packing)
     total = denominator(batch, step.config.normalisation, max_tokens=8)
     sums = None
     for first in range(0, len(batch.token_ids), num_rows):
@@ -82,11 +82,12 @@ def test_any_split_into_microbatches_any_order_and_packing_give_the_same_gradien
     for num_rows in splits:
         _assert_close(whole.grads, _sums(_step(normalisation=normalisation, rows_per_microbatch=num_rows), params).grads)
     _assert_close(whole.grads, _sums(_step(normalisation=normalisation), params, _groups((2, 0, 3, 1))).grads)
-    unpacked = _sums(_step(normalisation=normalisation), params, is_packed=False)
-    _assert_close(whole.grads, unpacked.grads)
-    assert float(unpacked.loss) == pytest.approx(float(whole.loss), rel=1e-4)
-    for name, value in whole.metrics.items():
-        assert float(unpacked.metrics[name]) == pytest.approx(float(value), rel=1e-3, abs=1e-4), name
+    for packing in ("trajectories", "none"):
+        other = _sums(_step(normalisation=normalisation), params, packing=packing)
+        _assert_close(whole.grads, other.grads)
+        assert float(other.loss) == pytest.approx(float(whole.loss), rel=1e-4)
+        for name, value in whole.metrics.items():
+            assert float(other.metrics[name]) == pytest.approx(float(value), rel=1e-3, abs=1e-4), name
 
 
 def test_leaving_out_zero_advantages_changes_no_gradient(params):

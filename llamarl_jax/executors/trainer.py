@@ -110,7 +110,7 @@ class Trainer:
         with self._timeline.span("trainer", "collate"):
             num_rows = config.rows_per_microbatch
             layout = partial(
-                pack, row_length=self._row_length, num_rows_multiple=num_rows, is_packed=config.is_packed, step=self._schedule.step - 1
+                pack, row_length=self._row_length, num_rows_multiple=num_rows, packing=config.packing, step=self._schedule.step - 1
             )
             batch, _ = layout(groups)
             total = denominator(batch, config.normalisation, max_tokens=self._max_new_tokens)

@@ -160,14 +160,20 @@ class Transformer(nnx.Module):
         token_ids: Int[Array, "B T"],
         positions: Int[Array, "B T"],
         segment_ids: Int[Array, "B T"],
+        prefix_ids: Int[Array, "B T"] | None = None,
         *,
         dtype: Any = jnp.float32,
         is_rematerialised: bool = False,
     ) -> Float[Array, "B T D"]:
-        """Returns final hidden states of packed rows: a token sees earlier tokens of its own segment, and padding (segment 0) nothing."""
-        same_segment = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (segment_ids > 0)[:, :, None]
-        causal = jnp.tril(jnp.ones((token_ids.shape[1],) * 2, bool))
-        mask = same_segment & causal
+        """Returns final hidden states of packed rows.
+
+        A token sees the earlier tokens of its own segment and of the one that its prefix id names; padding (segment 0) sees nothing.
+        """
+        keys = segment_ids[:, None, :]
+        is_seen = (segment_ids[:, :, None] == keys) & (segment_ids > 0)[:, :, None]
+        if prefix_ids is not None:
+            is_seen |= (prefix_ids[:, :, None] == keys) & (prefix_ids > 0)[:, :, None]
+        mask = is_seen & jnp.tril(jnp.ones((token_ids.shape[1],) * 2, bool))
         x = constrain(self.embed(token_ids).astype(dtype), "rows", None, None)
         rope = rope_tables(self.config, positions)
         return self.final_norm(self._run_layers(x, rope, mask, is_rematerialised))

@@ -1,9 +1,11 @@
+from typing import get_args
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl_jax.data.packing import pack, unpack
+from llamarl_jax.data.packing import Packing, pack, unpack
 from llamarl_jax.types import Completion, FinishReason, Prompt, Trajectory, TrajectoryGroup
 
 STEP = 9
@@ -39,9 +41,9 @@ groups = st.lists(
 
 
 @settings(max_examples=60, deadline=None)
-@given(groups, st.integers(32, 70), st.integers(1, 4), st.booleans())
-def test_every_token_comes_back_with_its_own_numbers(groups, row_length, multiple, is_packed):
-    batch, places = pack(groups, row_length=row_length, num_rows_multiple=multiple, step=STEP, is_packed=is_packed)
+@given(groups, st.integers(32, 70), st.integers(1, 4), st.sampled_from(["shared_prompts", "trajectories", "none"]))
+def test_every_token_comes_back_with_its_own_numbers(groups, row_length, multiple, packing):
+    batch, places = pack(groups, row_length=row_length, num_rows_multiple=multiple, step=STEP, packing=packing)
     trajectories = [(group.prompt, trajectory) for group in groups for trajectory in group.trajectories]
     assert len(places) == len(trajectories)
     assert batch.token_ids.shape[0] % multiple == 0
@@ -52,23 +54,33 @@ def test_every_token_comes_back_with_its_own_numbers(groups, row_length, multipl
         np.testing.assert_array_equal(unpack(batch.staleness, place), STEP - completion.weight_versions)
         np.testing.assert_array_equal(unpack(batch.advantages, place), np.float32(trajectory.advantage))
         np.testing.assert_array_equal(unpack(batch.loss_mask, place), 1)
-        whole = slice(place.start, place.start + place.num_tokens)
-        np.testing.assert_array_equal(batch.token_ids[place.row, whole][: place.num_prompt_tokens], prompt.token_ids)
-        np.testing.assert_array_equal(batch.positions[place.row, whole], np.arange(place.num_tokens))
-        assert len(set(batch.segment_ids[place.row, whole])) == 1
-    # Nothing else is in the batch: counts of loss and real tokens are exactly those of the input, and segments are 1 … n in each row.
+        # The tokens that the completion may see, in order of position: exactly prompt and completion, from 0 on without a gap.
+        row, last = place.row, place.start + place.num_tokens - 1
+        is_own = batch.segment_ids[row] == batch.segment_ids[row, last]
+        is_prefix = (batch.segment_ids[row] == batch.prefix_ids[row, last]) & (batch.segment_ids[row] > 0)
+        seen = np.flatnonzero(is_own | is_prefix)
+        assert seen.max() == last  # a prefix stands before those who see it, as the causal mask needs
+        np.testing.assert_array_equal(batch.positions[row, seen], np.arange(len(seen)))
+        np.testing.assert_array_equal(batch.token_ids[row, seen], np.concatenate([prompt.token_ids, completion.token_ids]))
+        assert is_own.sum() == place.num_tokens
+        assert len(set(batch.prefix_ids[row, is_own])) == 1
+    # Nothing else is in the batch: segments are 1 … n in each row, and those that are no trajectory are prefixes that some token names.
     assert batch.loss_mask.sum() == sum(len(t.completion.token_ids) for _, t in trajectories)
-    assert (batch.segment_ids > 0).sum() == sum(place.num_tokens for place in places)
-    assert batch.segment_ids.max(axis=1).sum() == len(trajectories)
+    named = {(row, int(name)) for row, names in enumerate(batch.prefix_ids) for name in names if name}
+    assert batch.segment_ids.max(axis=1).sum() == len(trajectories) + len(named)
+    assert packing == "shared_prompts" or not named
     for array in (batch.behaviour_logprobs, batch.advantages):
         assert (array[batch.loss_mask == 0] == 0).all()
 
 
 def test_packing_uses_fewer_rows_and_the_fallback_one_row_each():
     group = _group(0, [(4, 4)] * 6)
-    packed, _ = pack([group], row_length=16, num_rows_multiple=1, step=STEP)
-    alone, _ = pack([group], row_length=16, num_rows_multiple=1, step=STEP, is_packed=False)
-    assert (len(packed.token_ids), len(alone.token_ids)) == (3, 6)
+    shared, _ = pack([group], row_length=16, num_rows_multiple=1, step=STEP)
+    packed, _ = pack([group], row_length=16, num_rows_multiple=1, step=STEP, packing="trajectories")
+    alone, _ = pack([group], row_length=16, num_rows_multiple=1, step=STEP, packing="none")
+    assert (len(shared.token_ids), len(packed.token_ids), len(alone.token_ids)) == (3, 3, 6)
+    longer = [len(pack([group], row_length=33, num_rows_multiple=1, step=STEP, packing=p)[0].token_ids) for p in get_args(Packing)]
+    assert longer == [1, 2, 6]  # 3 + 6 · (1 + 4) tokens; 6 · (4 + 4)
     padded, _ = pack([group], row_length=16, num_rows_multiple=4, step=STEP)
     assert len(padded.token_ids) == 4
     assert (padded.segment_ids[3] == 0).all()
@@ -89,10 +101,10 @@ def test_an_empty_batch_is_one_empty_microbatch():
 
 
 @settings(max_examples=40, deadline=None)
-@given(groups, st.integers(32, 70))
-def test_packing_repeats_itself_and_no_row_is_two_that_would_fit_into_one(groups, row_length):
-    batch, places = pack(groups, row_length=row_length, num_rows_multiple=1, step=STEP)
-    again, places_again = pack(groups, row_length=row_length, num_rows_multiple=1, step=STEP)
+@given(groups, st.integers(32, 70), st.sampled_from(["shared_prompts", "trajectories"]))
+def test_packing_repeats_itself_and_no_row_is_two_that_would_fit_into_one(groups, row_length, packing):
+    batch, places = pack(groups, row_length=row_length, num_rows_multiple=1, step=STEP, packing=packing)
+    again, places_again = pack(groups, row_length=row_length, num_rows_multiple=1, step=STEP, packing=packing)
     assert places == places_again
     for first, second in zip(batch, again, strict=True):
         np.testing.assert_array_equal(first, second)
@@ -106,9 +118,25 @@ def test_packing_repeats_itself_and_no_row_is_two_that_would_fit_into_one(groups
 def test_a_worked_example():
     """Lengths 6 and 4 share the first row of 10, 5 opens the second; ties keep their order."""
     groups = [_group(0, [(2, 3)]), _group(1, [(2, 4), (2, 2)])]
-    batch, places = pack(groups, row_length=10, num_rows_multiple=1, step=STEP)
+    batch, places = pack(groups, row_length=10, num_rows_multiple=1, step=STEP, packing="trajectories")
     assert [tuple(place) for place in places] == [(1, 0, 2, 5), (0, 0, 2, 6), (0, 6, 2, 4)]
     assert batch.segment_ids.tolist() == [[1] * 6 + [2] * 4, [1] * 5 + [0] * 5]
     assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 5, 0, 1, 2, 3], [0, 1, 2, 3, 4, 0, 0, 0, 0, 0]]
     assert batch.loss_mask.tolist() == [[0, 0, 1, 1, 1, 1, 0, 0, 1, 1], [0, 0, 1, 1, 1, 0, 0, 0, 0, 0]]
     assert (batch.staleness[batch.loss_mask == 0] == -1).all()
+
+
+def test_a_worked_example_with_a_shared_prompt():
+    """Two completions of 4 and 2 behind a prompt of 3: its first two tokens once, its last one with each completion."""
+    batch, places = pack([_group(0, [(3, 4), (3, 2)])], row_length=12, num_rows_multiple=1, step=STEP)
+    assert [tuple(place) for place in places] == [(0, 2, 1, 5), (0, 7, 1, 3)]
+    assert batch.segment_ids.tolist() == [[1, 1, 2, 2, 2, 2, 2, 3, 3, 3, 0, 0]]
+    assert batch.prefix_ids.tolist() == [[0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0]]
+    assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 5, 6, 2, 3, 4, 0, 0]]
+    assert batch.loss_mask.tolist() == [[0, 0, 0, 1, 1, 1, 1, 0, 1, 1, 0, 0]]
+
+
+def test_a_prompt_of_one_token_or_with_one_completion_is_not_shared():
+    for lengths in ([(1, 2), (1, 3)], [(5, 4)]):
+        batch, _ = pack([_group(0, lengths)], row_length=12, num_rows_multiple=1, step=STEP)
+        assert (batch.prefix_ids == 0).all()

@@ -15,7 +15,7 @@ SEGMENTS = np.array([[1, 1, 1, 1, 2, 2], [1, 1, 2, 2, 0, 0], [0, 0, 0, 0, 0, 0]]
 
 def batch_of(mask, segments) -> TrajectoryBatch:
     zeros = np.zeros(np.shape(mask))
-    return TrajectoryBatch(zeros, zeros, np.asarray(segments), np.asarray(mask), zeros, zeros, zeros)
+    return TrajectoryBatch(zeros, zeros, np.asarray(segments), zeros, np.asarray(mask), zeros, zeros, zeros)
 
 
 def weights_of(mask, segments, normalisation):
