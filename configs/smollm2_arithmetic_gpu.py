@@ -21,7 +21,7 @@ from llamarl_jax.train_step import OptimizerConfig, TrainerConfig
 def get_config() -> Config:
     def prompts(split):
         source = ArithmeticPrompts(min_operand=0, max_operand=20, operators="+-", text="{a}{operator}{b}", split=split, eval_share=0.3)
-        return PromptsConfig(source=source, template=PlainTemplate(text="3+5=8\n9-2=7\n{question}="))
+        return PromptsConfig(source=source, template=PlainTemplate(text="3+5=8\n12+7=19\n9-2=7\n{question}="))
 
     return Config(
         run_dir="runs/smollm2_arithmetic",
@@ -29,13 +29,13 @@ def get_config() -> Config:
         prompts=prompts("train"),
         evaluation=EvaluationConfig(prompts=prompts("eval"), num_prompts=265),
         rewards=RewardConfig(terms=(RewardTerm(name="correct", function=ExactNumber()),)),
-        schedule=ScheduleConfig(num_steps=24, groups_per_step=16, group_size=8, max_staleness=1),
+        schedule=ScheduleConfig(num_steps=40, groups_per_step=32, group_size=8, max_staleness=1),
         placement=PlacementConfig(kind="shared"),
-        engine=EngineConfig(num_slots=128, max_prompt_tokens=24, max_new_tokens=6, decode_steps_per_call=2, stop_texts=("\n",)),
+        engine=EngineConfig(num_slots=256, max_prompt_tokens=32, max_new_tokens=6, decode_steps_per_call=2, stop_texts=("\n",)),
         trainer=TrainerConfig(
             loss=AipoConfig(rho=4.0),
-            optimizer=OptimizerConfig(learning_rate=2e-5, warmup_steps=3),
-            rows_per_microbatch=16,
-            row_length=128,
+            optimizer=OptimizerConfig(learning_rate=2e-5, warmup_steps=3, schedule="linear"),
+            rows_per_microbatch=4,
+            row_length=512,
         ),
     )
