@@ -1,4 +1,4 @@
-"""The `llamarl` command: train, evaluate, fetch, generate, export.
+"""The `llamarl` command: train, evaluate, fetch, generate, export, bench.
 
 Each subcommand parses its arguments and calls one function of the package. What is heavy (JAX, the model) is imported inside the
 subcommand, so that `--help` and a mistyped name answer at once.
@@ -121,12 +121,39 @@ def export(argv: list[str]) -> None:
     print(export_checkpoint(config, arguments.output_dir))
 
 
+def bench(argv: list[str]) -> None:
+    """Runs one benchmark and prints where its numbers are."""
+    lines = [f"  {name:<{max(map(len, BENCHMARKS))}}  {command.summary}" for name, command in BENCHMARKS.items()]
+    usage = "\n".join(["usage: llamarl bench NAME [--option value ...]", "", *lines, "", "`llamarl bench NAME --help` lists its options."])
+    if argv and argv[0] in ("-h", "--help"):
+        print(usage)
+    elif not argv or argv[0] not in BENCHMARKS:
+        _exit_with(f"llamarl bench has no benchmark {argv[0]!r}{nearest(argv[0], BENCHMARKS)}\n\n{usage}" if argv else usage)
+    else:
+        BENCHMARKS[argv[0]].run(argv[1:])
+
+
+def bench_decode(argv: list[str]) -> None:
+    """Measures the decoder."""
+    from llamarl_jax.bench.options import DecodeOptions
+
+    options = tyro.cli(DecodeOptions, args=argv, prog="llamarl bench decode")
+    from llamarl_jax.bench.decode import bench_decode as run
+
+    print(f"saved {run(options)}")
+
+
+BENCHMARKS = {
+    "decode": Command(bench_decode, "tokens per second of the decoder, next to what the hardware allows and to other libraries"),
+}
+
 COMMANDS = {
     "train": Command(train, "train a model by asynchronous RL:  llamarl train CONFIG [--resume] [--field value ...]"),
     "evaluate": Command(evaluate, "measure a model on held-out problems:  llamarl evaluate CONFIG [--field value ...]"),
     "fetch": Command(fetch, "download a model once:  llamarl fetch smollm2-135m"),
     "generate": Command(generate, "try a model from the shell:  llamarl generate MODEL PROMPT"),
     "export": Command(export, "write the newest checkpoint for transformers:  llamarl export CONFIG OUTPUT_DIR"),
+    "bench": Command(bench, "measure this machine:  llamarl bench decode [--option value ...]"),
 }
 
 
