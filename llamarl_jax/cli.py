@@ -57,6 +57,12 @@ class GenerateArguments:
     """Longest answer in tokens."""
     temperature: float = 0.0
     """Sampling temperature; 0 always takes the likeliest token."""
+    top_k: int = 0
+    """Sample from the k likeliest tokens only; 0 takes all."""
+    top_p: float = 1.0
+    """Sample from the likeliest tokens that have this probability together."""
+    min_p: float = 0.0
+    """Sample from tokens with at least this share of the likeliest one's probability."""
     num_samples: int = 1
     """How many answers to sample."""
     seed: int = 0
@@ -100,9 +106,11 @@ def fetch(argv: list[str]) -> None:
 def generate(argv: list[str]) -> None:
     """Prints a model's answers to a prompt."""
     arguments = tyro.cli(GenerateArguments, args=argv, prog="llamarl generate")
+    from llamarl_jax.engine.sampling import SamplingConfig
     from llamarl_jax.generate import generate_text
 
     options = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(arguments)}
+    options["sampling"] = SamplingConfig(**{name: options.pop(name) for name in ("temperature", "top_k", "top_p", "min_p")})
     if arguments.prompt == "-":
         options["prompt"] = sys.stdin.read()
     for text in generate_text(**options):

@@ -228,6 +228,7 @@ def _build_generator(config: Config, policy: Policy, meshes: Meshes, scorer: Rew
             policy.listed, meshes.generator, config.engine, eos_token_ids=policy.stop_ids(config.engine.stop_texts), seed=config.seed
         ),
         max_new_tokens=config.engine.max_new_tokens,
+        dispatch_ahead=config.engine.dispatch_ahead,
         schedule=links.schedule,
         cursor=links.cursor,
         weights=links.weights,

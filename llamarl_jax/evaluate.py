@@ -19,6 +19,7 @@ import numpy as np
 from llamarl_jax.config import Config
 from llamarl_jax.data.stream import PromptStream
 from llamarl_jax.engine.engine import DecodeEngine, EngineConfig
+from llamarl_jax.engine.sampling import SamplingConfig
 from llamarl_jax.engine.slots import CompletionRequest, SlotScheduler
 from llamarl_jax.losses.advantages import advantages
 from llamarl_jax.meshes import PlacementConfig, build_meshes, configure_platform
@@ -138,7 +139,9 @@ def bootstrap_interval(values: np.ndarray, num_resamples: int = 1000) -> tuple[f
 def _answer(slots: SlotScheduler, prompts: Sequence[Prompt], max_new_tokens: int, heartbeat: Callable[[], None]) -> list[Completion]:
     slots.submit(
         [
-            CompletionRequest(ticket=i, prompt=prompt, sample_index=0, temperature=0.0, max_new_tokens=max_new_tokens)
+            CompletionRequest(
+                ticket=i, prompt=prompt, sample_index=0, sampling=SamplingConfig(temperature=0.0), max_new_tokens=max_new_tokens
+            )
             for i, prompt in enumerate(prompts)
         ]
     )
@@ -163,7 +166,7 @@ def open_decoder(policy: Policy, placement: PlacementConfig, config: EngineConfi
     exporter = WeightExporter(policy.stacked, policy.listed, meshes, config.dtype, WeightsConfig())
     params = exporter.send(policy.load_params(meshes.trainer))
     engine = DecodeEngine(policy.listed, meshes.generator, config, eos_token_ids=policy.stop_ids(config.stop_texts), seed=seed)
-    return SlotScheduler(engine, params, version=0)
+    return SlotScheduler(engine, params, version=0, dispatch_ahead=config.dispatch_ahead)
 
 
 def evaluate_config(config: Config) -> EvaluationResult:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from llamarl_jax.data.tokenizer import Tokenizer
 from llamarl_jax.engine.engine import EngineConfig, prompt_bucket
+from llamarl_jax.engine.sampling import SamplingConfig
 from llamarl_jax.engine.slots import CompletionRequest
 from llamarl_jax.evaluate import open_decoder
 from llamarl_jax.meshes import PlacementConfig
@@ -16,7 +17,7 @@ def generate_text(
     prompt: str,
     *,
     max_new_tokens: int = 128,
-    temperature: float = 0.0,
+    sampling: SamplingConfig | None = None,
     num_samples: int = 1,
     seed: int = 0,
     is_raw: bool = False,
@@ -26,14 +27,16 @@ def generate_text(
     Args:
         model: a name, Hub id or folder, as for `llamarl fetch`.
         prompt: the user's message, or with `is_raw` the text to continue.
-        temperature: 0 takes the likeliest token each time.
+        max_new_tokens: longest answer.
+        sampling: None takes the likeliest token each time.
         num_samples: how many answers.
 
     Raises:
         ValueError: a number is out of range.
     """
-    if num_samples < 1 or temperature < 0:
-        raise ValueError(f"num_samples = {num_samples} must be at least 1 and temperature = {temperature} must not be negative")
+    if num_samples < 1:
+        raise ValueError(f"num_samples is {num_samples}; it must be at least 1")
+    sampling = sampling or SamplingConfig(temperature=0.0)
     policy = open_policy(model)
     ids = _encode(policy.tokenizer, prompt, is_raw)
     config = EngineConfig(num_slots=num_samples, max_prompt_tokens=prompt_bucket(len(ids)), max_new_tokens=max_new_tokens)
@@ -41,7 +44,7 @@ def generate_text(
     task = Prompt(prompt_id=0, token_ids=ids, text=prompt)
     slots.submit(
         [
-            CompletionRequest(ticket=i, prompt=task, sample_index=i, temperature=temperature, max_new_tokens=max_new_tokens)
+            CompletionRequest(ticket=i, prompt=task, sample_index=i, sampling=sampling, max_new_tokens=max_new_tokens)
             for i in range(num_samples)
         ]
     )

@@ -25,6 +25,8 @@ LOGICAL_TO_MESH: Mapping[str, tuple[str, ...]] = {
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
+    "qkv": ("tensor",),
+    "gate_up": ("tensor",),
     "rows": ("data", "fsdp"),  # trajectories of a batch, slots of a decoder
 }
 """Logical axis → mesh axes. Names that are missing here ("layers", "length", "head_dim", "norm") are never split."""

@@ -1,6 +1,10 @@
-"""Every test process has eight virtual CPU devices and checks shapes at run time (jaxtyping + beartype)."""
+"""Every test process has eight virtual CPU devices and checks shapes at run time (jaxtyping + beartype).
+
+Compiled programs are kept for the length of the session: many tests start whole runs, which compile the same ones.
+"""
 
 import os
+import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -8,6 +12,10 @@ import jax
 import jaxtyping
 
 jax.config.update("jax_num_cpu_devices", 8)
+_compiled = tempfile.TemporaryDirectory(prefix="llamarl_tests_")
+jax.config.update("jax_compilation_cache_dir", _compiled.name)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 # Installed before any module of the package is imported, so that all annotated array arguments are checked.
 jaxtyping.install_import_hook(

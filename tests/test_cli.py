@@ -7,6 +7,7 @@ import pytest
 
 from llamarl_jax import cli
 from llamarl_jax.config_files import ConfigError
+from llamarl_jax.engine.sampling import SamplingConfig
 
 
 def _run(argv, capsys):
@@ -123,7 +124,7 @@ def test_generate_passes_its_options_on(monkeypatch, capsys):
     status, out, _ = _run(["generate", "smollm2-135m", "2+2?", "--temperature", "0.5", "--num-samples", "2"], capsys)
     assert (status, out) == (0, "four\nvier\n")
     assert seen["prompt"] == "2+2?"
-    assert seen["temperature"] == 0.5
+    assert seen["sampling"] == SamplingConfig(temperature=0.5)
     assert seen["num_samples"] == 2
 
 

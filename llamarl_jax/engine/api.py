@@ -7,18 +7,21 @@ Who is in which slot, and when, is the business of `llamarl_jax.engine.slots`.
 `prefill` computes keys and values of all prompt tokens but the last. The last one is fed by the first decode step, so every sampled
 token, the first included, comes from the same program and is stamped with the weights of its `generate` call.
 
-Dimensions: S slots, N decode steps of one call, K key-value heads, C capacity in tokens, Q head dim.
+Calls return as soon as they are dispatched; only `PendingResult.to_host` waits.
+
+Dimensions: S slots, N decode steps of one call, K key-value heads, C cached tokens, Q head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Int, UInt32
 
+from llamarl_jax.engine.sampling import SamplingArrays, SamplingConfig
 from llamarl_jax.models.kv_cache import KVCache
 from llamarl_jax.models.transformer import Params
 
@@ -38,7 +41,7 @@ class DecodeState(NamedTuple):
     """All slots of a decoder; donated to every call that returns a new one.
 
     `tokens` is the id each slot feeds next, at `positions`; `remaining` is how many tokens it may still emit. A slot that is not live
-    is computed along but emits nothing.
+    is computed along but emits nothing. The cache is as long as `Engine.fit` has last made it.
     """
 
     cache: KVCache
@@ -47,22 +50,21 @@ class DecodeState(NamedTuple):
     remaining: Int[Array, " S"]
     is_live: Bool[Array, " S"]
     key_data: UInt32[Array, "S 2"]
-    temperature: Float[Array, " S"]
+    sampling: SamplingArrays
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlotRequest:
-    """One completion to start: where it goes and what fixes its random numbers.
+    """One completion to start or to go on with: where it goes and what fixes its random numbers.
 
     Attributes:
-        temperature: 0 takes the most likely token.
-        max_new_tokens: budget, the end-of-sequence token included.
+        max_new_tokens: tokens it may still emit, the end-of-sequence token included.
     """
 
     slot: int
     prompt_id: int
     sample_index: int
-    temperature: float
+    sampling: SamplingConfig
     max_new_tokens: int
 
 
@@ -80,24 +82,44 @@ class ResultTokens:
 
 
 @runtime_checkable
+class PendingResult(Protocol):
+    """What a `generate` call will have emitted; its copy to the host has begun."""
+
+    def to_host(self) -> ResultTokens:
+        """Waits for the call and returns its tokens."""
+        ...
+
+
+@runtime_checkable
 class Engine(Protocol):
     """Stateless decoder over a fixed number of slots."""
 
     num_slots: int
+    num_steps_per_call: int
     eos_token_ids: frozenset[int]
 
     def init_decode_state(self) -> DecodeState:
-        """Returns a state with every slot free."""
+        """Returns a state with every slot free and the shortest cache."""
         ...
 
-    def prefill(self, params: Params, prompts: Sequence[np.ndarray]) -> list[Prefix]:
-        """Caches prompts of int32 [P] ids; results in order."""
+    def prefill(self, params: Params, prompts: Sequence[np.ndarray]) -> Iterator[dict[int, Prefix]]:
+        """Caches prompts of int32 [P] ids piece by piece: each item is the work of at most one chunk, and holds the prompts that it
+        finished, by their index.
+        """
         ...
 
     def insert(self, prefix: Prefix, state: DecodeState, requests: Sequence[SlotRequest]) -> DecodeState:
         """Starts completions of one prompt in free slots."""
         ...
 
-    def generate(self, params: Params, state: DecodeState) -> tuple[DecodeState, ResultTokens]:
-        """Runs several decode steps for all slots."""
+    def fit(self, state: DecodeState, num_tokens: int) -> DecodeState:
+        """Makes the cache of all slots long enough for `num_tokens` tokens, and no longer than it must be."""
+        ...
+
+    def generate(self, params: Params, state: DecodeState, *, is_truncated: bool) -> tuple[DecodeState, PendingResult]:
+        """Runs several decode steps for all slots; `is_truncated` if any slot samples from a truncated distribution."""
+        ...
+
+    def release(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
+        """Frees slots that are still live."""
         ...

@@ -1,17 +1,23 @@
 """The decoder on the generator mesh: bucketed prefill, insertion into fixed slots, and several decode steps per host round trip.
 
-Compiled programs: one prefill per (power-of-two prompt bucket, power-of-two number of prompts up to 8), one insert per such prefill and
-power-of-two number of slots, one generate.
-Temperature, budgets, end-of-sequence ids and weights are traced, so changing them compiles nothing.
+Compiled programs, all for the whole run:
 
-Results cross to the host as one packed int32 array per call.
+| program | one for each |
+|---|---|
+| prefill | power-of-two prompt bucket × 1, 4, 16, … prompts, as many as a chunk holds |
+| insert | prefill × cache length |
+| generate | cache length (× whether any slot truncates) |
+| resize | pair of cache lengths |
 
-Dimensions: S slots, N steps of a call, R prompts of a prefill, P prompt tokens, E end-of-sequence ids.
+Cache lengths are powers of two from 64 up to the capacity. Temperature, truncation, budgets, end-of-sequence ids and weights are traced,
+so changing them compiles nothing. Results cross to the host as one packed int32 array per call.
+
+Dimensions: S slots, N steps of a call, R prompts of a prefill, P prompt tokens, E end-of-sequence ids, W requests of an insert.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -23,14 +29,15 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from llamarl_jax.engine.api import DecodeState, Prefix, ResultTokens, SlotRequest
-from llamarl_jax.engine.sampling import completion_key, sample, token_uniforms
+from llamarl_jax.engine.sampling import SamplingArrays, completion_key, sample, token_uniforms
 from llamarl_jax.meshes import named_sharding, replicated
-from llamarl_jax.models.kv_cache import CACHE_AXES, KVCache, LayerCache, init_cache
+from llamarl_jax.models.kv_cache import CACHE_AXES, KVCache, LayerCache, init_cache, resize
 from llamarl_jax.models.transformer import Params, TransformerSpec, axis_units
 
 MIN_BUCKET_TOKENS = 16
-MAX_PREFILL_ROWS = 8
-"""Prompts of one bucket that are prefilled in one call."""
+MIN_CACHE_TOKENS = 64
+MAX_INSERT_ROWS = 8
+"""Requests that one insert call serves; fewer are padded."""
 CAPACITY_MULTIPLE_TOKENS = 16
 
 
@@ -46,6 +53,11 @@ class EngineConfig:
     """Longest completion, the end-of-sequence token included."""
     decode_steps_per_call: int = 8
     """Decode steps between two looks at the results; a slot that ends early idles for the rest of the call."""
+    dispatch_ahead: int = 0
+    """Calls that are dispatched before the results of the last are read. 1 hides the host's work on an accelerator; a slot that ends
+    then idles for one call more."""
+    prefill_chunk_tokens: int = 512
+    """Most prompt tokens computed between two decode calls: longer prompts are prefilled in chunks, shorter ones together."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights, activations and KV cache in the decoder."""
     stop_texts: tuple[str, ...] = ()
@@ -55,12 +67,26 @@ class EngineConfig:
         for name in ("num_slots", "max_prompt_tokens", "max_new_tokens", "decode_steps_per_call"):
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"engine.{name} is {value}; it must be at least 1")
+        if self.dispatch_ahead < 0:
+            raise ValueError(f"engine.dispatch_ahead is {self.dispatch_ahead}; choose 0 (read each call at once) or more")
+        if self.prefill_chunk_tokens != _power_of_two(max(self.prefill_chunk_tokens, MIN_BUCKET_TOKENS)):
+            raise ValueError(
+                f"engine.prefill_chunk_tokens is {self.prefill_chunk_tokens}; it must be a power of two from {MIN_BUCKET_TOKENS} on"
+            )
 
     @property
     def capacity(self) -> int:
-        """Tokens of KV cache in each slot."""
+        """Most tokens of KV cache in each slot."""
         longest = self.max_prompt_tokens + self.max_new_tokens
         return max(prompt_bucket(self.max_prompt_tokens), -(-longest // CAPACITY_MULTIPLE_TOKENS) * CAPACITY_MULTIPLE_TOKENS)
+
+    @property
+    def cache_lengths(self) -> tuple[int, ...]:
+        """Lengths that the KV cache takes, shortest first; the last one is the capacity."""
+        lengths = []
+        while (length := MIN_CACHE_TOKENS << len(lengths)) < self.capacity:
+            lengths.append(length)
+        return (*lengths, self.capacity)
 
 
 def prompt_bucket(num_tokens: int) -> int:
@@ -69,13 +95,27 @@ def prompt_bucket(num_tokens: int) -> int:
 
 
 class SlotArrays(NamedTuple):
-    """Requests of one insert call as arrays, padded by repeating the last one."""
+    """Requests of one insert call as arrays; padding has a slot number that is out of range, and is dropped."""
 
     slots: np.ndarray
     prompt_ids: np.ndarray
     sample_indices: np.ndarray
-    temperature: np.ndarray
     max_new_tokens: np.ndarray
+    sampling: SamplingArrays
+
+
+@dataclass(frozen=True)
+class PackedResult:
+    """Results of one call as one device array: ids, bits of the log-probs, and who is live."""
+
+    packed: Array
+    num_steps: int
+
+    def to_host(self) -> ResultTokens:
+        """Waits for the call and returns its tokens."""
+        packed, n = np.asarray(self.packed), self.num_steps
+        token_ids, bits = packed[:n], np.ascontiguousarray(packed[n : 2 * n])
+        return ResultTokens(token_ids, bits.view(np.float32), token_ids >= 0, packed[-1].astype(bool))
 
 
 class DecodeEngine:
@@ -98,67 +138,119 @@ class DecodeEngine:
                 f"choose a multiple of {mesh.shape['data']}"
             )
         self.spec, self.mesh, self.config, self.seed = spec, mesh, config, seed
-        self.num_slots = config.num_slots
+        self.num_slots, self.num_steps_per_call = config.num_slots, config.decode_steps_per_call
         self._dtype = jnp.dtype(config.dtype)
         self.eos_token_ids = frozenset(eos_token_ids)
         self._eos_array = np.array(sorted(self.eos_token_ids) or [-1], np.int32)
         state_shardings = self._state_shardings()
         self._init = jax.jit(self._init_state, out_shardings=state_shardings)
-        self._prefill = jax.jit(self._prefill_bucket)
+        self._prefill_first = jax.jit(self._prefill_new, static_argnames="length")
+        self._prefill_next = jax.jit(self._prefill_chunk, donate_argnums=(1,))
         self._insert = jax.jit(self._insert_slots, donate_argnums=(0,), out_shardings=state_shardings)
+        self._resize = jax.jit(self._resize_cache, static_argnames="length", out_shardings=state_shardings)
         self._release = jax.jit(self._release_slots, donate_argnums=(0,), out_shardings=state_shardings)
-        self._generate = jax.jit(self._generate_steps, donate_argnums=(1,), out_shardings=(state_shardings, replicated(mesh)))
+        self._generate = jax.jit(
+            self._generate_steps, donate_argnums=(1,), static_argnames="is_truncated", out_shardings=(state_shardings, replicated(mesh))
+        )
 
     def init_decode_state(self) -> DecodeState:
-        """Returns a state with every slot free."""
+        """Returns a state with every slot free and the shortest cache."""
         with jax.set_mesh(self.mesh):
             return self._init()
 
-    def prefill(self, params: Params, prompts: Sequence[np.ndarray]) -> list[Prefix]:
-        """Caches all but the last token of int32 [P] prompts, those of one bucket together.
+    def prefill(self, params: Params, prompts: Sequence[np.ndarray]) -> Iterator[dict[int, Prefix]]:
+        """Caches all but the last token of int32 [P] prompts, those of one bucket together, long ones in chunks.
+
+        Each item is the work of one call (at most `prefill_chunk_tokens`), and holds the prompts that it finished, by their index.
 
         Raises:
-            ValueError: a prompt is empty or longer than `max_prompt_tokens`.
+            ValueError: a prompt is empty or too long.
         """
         buckets: dict[int, list[int]] = {}
         for index, token_ids in enumerate(prompts):
-            if not 1 <= len(token_ids) <= self.config.max_prompt_tokens:
+            if not 1 <= len(token_ids) <= self.config.capacity:
                 raise ValueError(
                     f"prompt of {len(token_ids)} tokens; it must have 1 to engine.max_prompt_tokens = {self.config.max_prompt_tokens}; "
                     "filter the prompts or raise the limit"
                 )
-            buckets.setdefault(prompt_bucket(len(token_ids) - 1), []).append(index)
-        prefixes: dict[int, Prefix] = {}
-        for bucket, indices in sorted(buckets.items()):
-            for first in range(0, len(indices), MAX_PREFILL_ROWS):
-                chosen = indices[first : first + MAX_PREFILL_ROWS]
-                cache = self._prefill_rows(params, [prompts[i] for i in chosen], bucket)
-                for row, index in enumerate(chosen):
-                    prefixes[index] = Prefix(cache, row, int(prompts[index][-1]), len(prompts[index]))
-        return [prefixes[index] for index in range(len(prompts))]
+            buckets.setdefault(min(prompt_bucket(len(token_ids) - 1), self.config.capacity), []).append(index)
+        return self._prefill_buckets(params, prompts, buckets)
 
-    def _prefill_rows(self, params: Params, prompts: Sequence[np.ndarray], bucket: int) -> KVCache:
-        padded = np.zeros((_power_of_two(len(prompts)), bucket), np.int32)
-        for row, token_ids in enumerate(prompts):
-            padded[row, : len(token_ids) - 1] = token_ids[:-1]
+    def _prefill_buckets(self, params: Params, prompts: Sequence[np.ndarray], buckets: dict[int, list[int]]) -> Iterator[dict[int, Prefix]]:
+        for bucket, indices in sorted(buckets.items()):
+            while indices:
+                rows = _prefill_rows(len(indices), self.config.prefill_chunk_tokens // bucket)
+                chosen, indices = indices[:rows], indices[rows:]
+                padded = np.zeros((rows, bucket), np.int32)
+                for row, index in enumerate(chosen):
+                    padded[row, : len(prompts[index]) - 1] = prompts[index][:-1]
+                longest = max(len(prompts[index]) - 1 for index in chosen)
+                cache = yield from self._prefill_chunks(params, padded, longest)
+                yield {index: Prefix(cache, row, int(prompts[index][-1]), len(prompts[index])) for row, index in enumerate(chosen)}
+
+    def _prefill_chunks(self, params: Params, token_ids: np.ndarray, longest: int) -> Generator[dict[int, Prefix], None, KVCache]:
+        """Dispatches one chunk between two items and returns the cache."""
+        bucket, chunk = token_ids.shape[1], self.config.prefill_chunk_tokens
         with jax.set_mesh(self.mesh):
-            return self._prefill(params, padded)
+            cache = self._prefill_first(params, token_ids[:, :chunk], length=bucket)
+        for start in range(chunk, longest, chunk):
+            yield {}
+            with jax.set_mesh(self.mesh):
+                cache = self._prefill_next(params, cache, token_ids[:, start : start + chunk], np.int32(start))
+        return cache
 
     def insert(self, prefix: Prefix, state: DecodeState, requests: Sequence[SlotRequest]) -> DecodeState:
         """Starts completions of one prompt in free slots; the prefix stays usable, the old state does not.
 
-        Raises:
-            ValueError: no request, or a budget beyond `max_new_tokens`.
-        """
-        arrays = self._slot_arrays(requests)
-        with jax.set_mesh(self.mesh):
-            return self._insert(state, prefix.cache, np.int32(prefix.row), np.int32(prefix.last_token), np.int32(prefix.num_tokens), arrays)
+        The cache must be at least as long as the prefix's, see `fit`.
 
-    def generate(self, params: Params, state: DecodeState) -> tuple[DecodeState, ResultTokens]:
-        """Runs `decode_steps_per_call` steps for all slots and brings what they emitted to the host."""
+        Raises:
+            ValueError: no request, or a budget that does not fit the cache.
+        """
+        if not requests:
+            raise ValueError("insert needs at least one request")
+        for request in requests:
+            if request.max_new_tokens < 1 or prefix.num_tokens + request.max_new_tokens > self.config.capacity:
+                raise ValueError(
+                    f"a budget of {request.max_new_tokens} new tokens behind {prefix.num_tokens} does not fit the cache of "
+                    f"{self.config.capacity}; choose 1 to engine.max_new_tokens = {self.config.max_new_tokens}"
+                )
+        for first in range(0, len(requests), MAX_INSERT_ROWS):
+            arrays = self._slot_arrays(requests[first : first + MAX_INSERT_ROWS])
+            with jax.set_mesh(self.mesh):
+                state = self._insert(
+                    state, prefix.cache, np.int32(prefix.row), np.int32(prefix.last_token), np.int32(prefix.num_tokens), arrays
+                )
+        return state
+
+    def fit(self, state: DecodeState, num_tokens: int) -> DecodeState:
+        """Makes the cache long enough for `num_tokens` tokens in each slot, and shorter where a shorter one has room to spare.
+
+        Raises:
+            ValueError: it would have to be longer than the capacity.
+        """
+        if num_tokens > self.config.capacity:
+            raise ValueError(
+                f"a sequence of {num_tokens} tokens does not fit the cache of {self.config.capacity}; raise engine.max_new_tokens"
+            )
+        current = state.cache[0].keys.shape[2]
+        wanted = self._cache_length(num_tokens)
+        if wanted < current:  # shorten it only with some air, so that it does not go to and fro
+            wanted = min(self._cache_length(num_tokens + num_tokens // 4), current)
+        if wanted == current:
+            return state
         with jax.set_mesh(self.mesh):
-            state, packed = self._generate(params, state, self._eos_array)
-        return state, _unpack(np.asarray(packed), self.config.decode_steps_per_call)
+            return self._resize(state, length=wanted)
+
+    def _cache_length(self, num_tokens: int) -> int:
+        return next((length for length in self.config.cache_lengths if length >= num_tokens), self.config.capacity)
+
+    def generate(self, params: Params, state: DecodeState, *, is_truncated: bool = False) -> tuple[DecodeState, PackedResult]:
+        """Dispatches `decode_steps_per_call` steps for all slots and the copy of what they emit to the host."""
+        with jax.set_mesh(self.mesh):
+            state, packed = self._generate(params, state, self._eos_array, is_truncated=is_truncated)
+        packed.copy_to_host_async()
+        return state, PackedResult(packed, self.config.decode_steps_per_call)
 
     def release(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
         """Frees slots that are still live; what they emitted so far is the caller's."""
@@ -169,30 +261,25 @@ class DecodeEngine:
 
     def num_compilations(self) -> dict[str, int]:
         """Returns how many programs each jitted function holds, for tests and logs."""
-        functions = {"prefill": self._prefill, "insert": self._insert, "generate": self._generate}
+        functions = {"insert": self._insert, "generate": self._generate, "resize": self._resize}
+        functions |= {"prefill": self._prefill_first, "prefill_next": self._prefill_next}
         return {name: function._cache_size() for name, function in functions.items()}  # pyright: ignore[reportAttributeAccessIssue]
 
     def _slot_arrays(self, requests: Sequence[SlotRequest]) -> SlotArrays:
-        if not requests:
-            raise ValueError("insert needs at least one request")
-        for request in requests:
-            if not 1 <= request.max_new_tokens <= self.config.max_new_tokens:
-                raise ValueError(
-                    f"a budget of {request.max_new_tokens} new tokens does not fit the cache; choose 1 to engine.max_new_tokens = "
-                    f"{self.config.max_new_tokens}"
-                )
-        padded = [*requests, *[requests[-1]] * (_power_of_two(len(requests)) - len(requests))]  # writing the last one again changes nothing
+        num_padding = MAX_INSERT_ROWS - len(requests)
+        padded = [*requests, *[requests[-1]] * num_padding]
+        slots = [r.slot for r in requests] + [self.num_slots] * num_padding
         return SlotArrays(
-            np.array([r.slot for r in padded], np.int32),
+            np.array(slots, np.int32),
             np.array([r.prompt_id for r in padded], np.uint32),
             np.array([r.sample_index for r in padded], np.uint32),
-            np.array([r.temperature for r in padded], np.float32),
             np.array([r.max_new_tokens for r in padded], np.int32),
+            SamplingArrays.of([r.sampling for r in padded]),
         )
 
     def _state_shardings(self) -> DecodeState:
         config, mesh = self.spec.config, self.mesh
-        cache_shape = (self.num_slots, config.num_kv_heads, self.config.capacity, config.head_dim)
+        cache_shape = (self.num_slots, config.num_kv_heads, 1, config.head_dim)
         # A cache dimension counts heads, so one head is one unit of it.
         cache = named_sharding(mesh, CACHE_AXES, cache_shape, {**axis_units(config), "kv_heads": 1})
         rows = named_sharding(mesh, ("rows",), (self.num_slots,))
@@ -205,25 +292,31 @@ class DecodeEngine:
             remaining=rows,
             is_live=rows,
             key_data=pairs,
-            temperature=rows,
+            sampling=SamplingArrays(rows, rows, rows, rows),  # pyright: ignore[reportArgumentType]
         )
 
     def _init_state(self) -> DecodeState:
         zeros = jnp.zeros(self.num_slots, jnp.int32)
         return DecodeState(
-            cache=init_cache(self.spec.config, self.num_slots, self.config.capacity, self._dtype),
+            cache=init_cache(self.spec.config, self.num_slots, self.config.cache_lengths[0], self._dtype),
             tokens=zeros,
             positions=zeros,
             remaining=zeros,
             is_live=zeros > 0,
             key_data=jnp.zeros((self.num_slots, 2), jnp.uint32),
-            temperature=jnp.ones(self.num_slots, jnp.float32),
+            sampling=SamplingArrays(jnp.ones(self.num_slots), zeros, jnp.ones(self.num_slots), jnp.zeros(self.num_slots)),
         )
 
-    def _prefill_bucket(self, params: Params, token_ids: Int[Array, "R P"]) -> KVCache:
-        cache = init_cache(self.spec.config, token_ids.shape[0], token_ids.shape[1], self._dtype)
-        start = jnp.zeros(token_ids.shape[0], jnp.int32)
-        return self.spec.bind(params).extend(token_ids, start, cache, dtype=self._dtype)[1]
+    def _prefill_new(self, params: Params, token_ids: Int[Array, "R P"], *, length: int) -> KVCache:
+        cache = init_cache(self.spec.config, token_ids.shape[0], length, self._dtype)
+        return self._prefill_chunk(params, cache, token_ids, jnp.int32(0))
+
+    def _prefill_chunk(self, params: Params, cache: KVCache, token_ids: Int[Array, "R P"], start: Int[Array, ""]) -> KVCache:
+        starts = jnp.full(token_ids.shape[0], start)
+        return self.spec.bind(params).extend(token_ids, starts, cache, dtype=self._dtype)[1]
+
+    def _resize_cache(self, state: DecodeState, *, length: int) -> DecodeState:
+        return state._replace(cache=resize(state.cache, length))
 
     def _insert_slots(
         self,
@@ -235,30 +328,35 @@ class DecodeEngine:
         requests: SlotArrays,
     ) -> DecodeState:
         def copy(old: Array, new: Array) -> Array:
-            return old.at[requests.slots, :, : new.shape[2]].set(new[row].astype(old.dtype))
+            return old.at[requests.slots, :, : new.shape[2]].set(new[row].astype(old.dtype), mode="drop")
 
         keys = jax.vmap(partial(completion_key, self.seed))(jnp.asarray(requests.prompt_ids), jnp.asarray(requests.sample_indices))
-        at = requests.slots
+
+        def put(old: Array, new: Any) -> Array:
+            return old.at[requests.slots].set(new, mode="drop")
+
         return DecodeState(
             cache=jax.tree.map(copy, state.cache, prefix),
-            tokens=state.tokens.at[at].set(last_token),
-            positions=state.positions.at[at].set(num_tokens - 1),
-            remaining=state.remaining.at[at].set(requests.max_new_tokens),
-            is_live=state.is_live.at[at].set(True),
-            key_data=state.key_data.at[at].set(keys),
-            temperature=state.temperature.at[at].set(requests.temperature),
+            tokens=put(state.tokens, last_token),
+            positions=put(state.positions, num_tokens - 1),
+            remaining=put(state.remaining, requests.max_new_tokens),
+            is_live=put(state.is_live, True),
+            key_data=put(state.key_data, keys),
+            sampling=jax.tree.map(put, state.sampling, requests.sampling),
         )
 
     def _release_slots(self, state: DecodeState, is_kept: Array) -> DecodeState:
         return state._replace(is_live=state.is_live & is_kept)
 
-    def _generate_steps(self, params: Params, state: DecodeState, eos_token_ids: Int[Array, " E"]) -> tuple[DecodeState, Array]:
+    def _generate_steps(
+        self, params: Params, state: DecodeState, eos_token_ids: Int[Array, " E"], *, is_truncated: bool
+    ) -> tuple[DecodeState, Array]:
         model = self.spec.bind(params)
 
         def step(state: DecodeState, _: None) -> tuple[DecodeState, tuple[Array, Array]]:
             hidden, cache = model.extend(state.tokens[:, None], state.positions, state.cache, dtype=self._dtype)
             uniforms = token_uniforms(state.key_data, state.positions)
-            ids, logprobs = sample(model.logits(hidden[:, 0]), uniforms, state.temperature)
+            ids, logprobs = sample(model.logits(hidden[:, 0]), uniforms, state.sampling, is_truncated=is_truncated)
             emitted = jnp.where(state.is_live, ids, -1)
             advance = state.is_live.astype(jnp.int32)
             remaining = state.remaining - advance
@@ -276,11 +374,14 @@ class DecodeEngine:
         return state, jnp.concatenate([ids, bits, state.is_live[None].astype(jnp.int32)])
 
 
+def _prefill_rows(num_prompts: int, most: int) -> int:
+    """Returns a power of four: the next larger one if at least half of it would be used, else the next smaller one."""
+    larger = 1
+    while larger < num_prompts and 4 * larger <= most:
+        larger *= 4
+    return larger if 2 * num_prompts >= larger else larger // 4
+
+
 def _power_of_two(number: int) -> int:
     """Returns the smallest power of two that is not below `number`."""
     return 1 << max(number - 1, 0).bit_length()
-
-
-def _unpack(packed: np.ndarray, num_steps: int) -> ResultTokens:
-    token_ids, bits, is_live = packed[:num_steps], packed[num_steps : 2 * num_steps], packed[-1]
-    return ResultTokens(token_ids, np.ascontiguousarray(bits).view(np.float32), token_ids >= 0, is_live.astype(bool))

@@ -1,34 +1,46 @@
 """Continuous batching: keeps the slots of an engine full and puts finished completions together.
 
-Requests wait in one queue, first come, first served. Before each `generate` call every free slot is filled; requests of the same prompt
-share one prefill. A slot that ended is free again before the next call, so a long completion never holds up its neighbours' successors.
+Requests wait in one queue, first come, first served. Before each `generate` call free slots are filled; requests of the same prompt share
+one prefill. A slot that ended is free again as soon as that is known, so a long completion never holds up its neighbours' successors.
+Running completions wait for at most one chunk of prefill between two decode calls; a long prompt is spread over several.
 
-Weights may be swapped between two calls. Tokens are stamped with the version that was in force during their call, and a kept prefix
-is dropped, since it belongs to the old weights.
+With `dispatch_ahead` calls the device is given its next work before the host has read the last results. A call therefore remembers who was
+in which slot when it was dispatched, and with which weights.
+
+Weights may be swapped between two calls. Tokens are stamped with the version that was in force when their call was dispatched. A
+prefix that is kept for more requests, or half computed, belongs to the old weights and is dropped. The KV cache of running completions is
+kept, or computed again with the new weights.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from llamarl_jax.engine.api import Engine, Prefix, SlotRequest
+from llamarl_jax.engine.api import Engine, PendingResult, Prefix, ResultTokens, SlotRequest
+from llamarl_jax.engine.sampling import SamplingConfig
 from llamarl_jax.models.transformer import Params
 from llamarl_jax.types import Completion, FinishReason, Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionRequest:
-    """One completion that is wanted; `ticket` comes back with it and means something to the caller only."""
+    """One completion that is wanted; `ticket` comes back with it and means something to the caller only.
+
+    Attributes:
+        deadline_s: seconds after its start at which it is cut off as it is; None for no limit. Only this makes a result depend on time.
+    """
 
     ticket: int
     prompt: Prompt
     sample_index: int
-    temperature: float
+    sampling: SamplingConfig
     max_new_tokens: int
+    deadline_s: float | None = None
 
 
 @dataclass
@@ -38,35 +50,122 @@ class DecodeCounters:
     Attributes:
         num_slot_steps: decode steps × slots that were computed.
         num_kept_tokens: tokens that ended up in completions.
-        num_prefills: prompts prefilled.
+        num_prefills: prompts prefilled, those computed again after a swap included.
         num_prefill_tokens: their tokens.
+        num_aborted: completions cut off by a deadline or by the caller.
+        tail_s: seconds in which less than half of the slots were live.
     """
 
     num_slot_steps: int = 0
     num_kept_tokens: int = 0
     num_prefills: int = 0
     num_prefill_tokens: int = 0
+    num_aborted: int = 0
+    tail_s: float = 0.0
 
 
 @dataclass
 class _Tenant:
+    """A completion in a slot; `num_dispatched` counts decode steps that were asked for, read or not."""
+
     request: CompletionRequest
+    started_s: float
+    num_dispatched: int = 0
     token_ids: list[np.ndarray] = field(default_factory=list)
     logprobs: list[np.ndarray] = field(default_factory=list)
     weight_versions: list[np.ndarray] = field(default_factory=list)
+
+    @property
+    def num_emitted(self) -> int:
+        return sum(map(len, self.token_ids))
+
+    @property
+    def may_be_live(self) -> bool:
+        return self.num_dispatched < self.request.max_new_tokens
+
+    def is_late(self, now_s: float) -> bool:
+        limit_s = self.request.deadline_s
+        return limit_s is not None and now_s - self.started_s > limit_s
+
+    def slot_request(self, slot: int) -> SlotRequest:
+        """Returns what starts it in `slot`, or goes on with it behind what it has emitted."""
+        return SlotRequest(
+            slot=slot,
+            prompt_id=self.request.prompt.prompt_id,
+            sample_index=self.request.sample_index,
+            sampling=self.request.sampling,
+            max_new_tokens=self.request.max_new_tokens - self.num_emitted,
+        )
+
+    def num_tokens_after(self, num_steps: int) -> int:
+        """Returns how long prompt and completion can be when `num_steps` more steps have run."""
+        return len(self.request.prompt.token_ids) + min(self.num_dispatched + num_steps, self.request.max_new_tokens)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A dispatched decode call: its results, the weights it ran with, and the tenants it ran for."""
+
+    result: PendingResult
+    version: int
+    tenants: dict[int, _Tenant]
+
+
+@dataclass(frozen=True)
+class _Family:
+    """Requests of one prompt with the slots that are theirs."""
+
+    prompt: Prompt
+    members: list[tuple[int, _Tenant]]
+
+
+@dataclass(frozen=True)
+class _Wave:
+    """Families that are being prefilled together: the work that is left, and who waits for it, in the order of the queue.
+
+    If nothing was running when it began (`is_cold`), nobody is stalled by it, and it is not cut into chunks.
+    """
+
+    work: Iterator[dict[int, Prefix]]
+    is_cold: bool
+    waiting: dict[int, _Family]
+
+    def tickets(self) -> set[int]:
+        """Returns the tickets of those who wait."""
+        return {tenant.request.ticket for family in self.waiting.values() for _, tenant in family.members}
 
 
 class SlotScheduler:
     """Drives one engine; not thread-safe, owned by the generator."""
 
-    def __init__(self, engine: Engine, params: Params, version: int) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        engine: Engine,
+        params: Params,
+        version: int,
+        *,
+        dispatch_ahead: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Starts with all slots free.
+
+        Args:
+            engine: its compiled functions may be shared with other schedulers, its state is not.
+            params: the weights in force.
+            version: their version.
+            dispatch_ahead: decode calls dispatched before the results of the last are read.
+            clock: seconds, for deadlines and counters.
+        """
+        self._engine, self._dispatch_ahead, self._clock = engine, dispatch_ahead, clock
         self._params, self._version = params, version
         self._state = engine.init_decode_state()
         self._tenants: dict[int, _Tenant] = {}
         self._free = list(range(engine.num_slots))[::-1]
         self._queue: deque[CompletionRequest] = deque()
-        self._prefix: tuple[int, Prefix] | None = None
+        self._wave: _Wave | None = None
+        self._kept: tuple[int, Prefix] | None = None  # the prefix of a prompt that still has requests in the queue
+        self._calls: deque[_Call] = deque()
+        self._finished: list[tuple[int, Completion]] = []
         self._counters = DecodeCounters()
 
     @property
@@ -81,8 +180,8 @@ class SlotScheduler:
 
     @property
     def is_idle(self) -> bool:
-        """True when nothing runs and nothing waits."""
-        return not self._tenants and not self._queue
+        """True when nothing runs, nothing waits and every completion was handed out."""
+        return not (self._tenants or self._queue or self._wave or self._calls or self._finished)
 
     @property
     def num_vacancies(self) -> int:
@@ -93,29 +192,48 @@ class SlotScheduler:
         """Queues completions; those of one prompt should come together so that they share its prefill."""
         self._queue.extend(requests)
 
-    def swap_weights(self, params: Params, version: int) -> None:
-        """Puts new weights in force for all later calls; running completions go on with their old KV cache."""
-        self._params, self._version = params, version
-        self._prefix = None
-
     def step(self) -> list[tuple[int, Completion]]:
-        """Fills free slots, runs one `generate` call, and returns the completions that ended, with their tickets."""
+        """Fills free slots, dispatches one decode call, and returns the completions that are known to have ended, with their tickets."""
+        started_s = self._clock()
         self._fill()
-        if not self._tenants:
-            return []
-        self._state, result = self._engine.generate(self._params, self._state)
-        self._counters.num_slot_steps += result.token_ids.size
-        finished = []
-        for slot, tenant in sorted(self._tenants.items()):
-            num_emitted = int(result.is_emitted[:, slot].sum())
-            tenant.token_ids.append(result.token_ids[:num_emitted, slot])
-            tenant.logprobs.append(result.logprobs[:num_emitted, slot])
-            tenant.weight_versions.append(np.full(num_emitted, self._version, np.int32))
-            self._counters.num_kept_tokens += num_emitted
-            if not result.is_live[slot]:
-                finished.append((tenant.request.ticket, self._completion(tenant)))
-                self._vacate(slot)
+        is_dispatched = any(tenant.may_be_live for tenant in self._tenants.values())
+        is_tail = 2 * len(self._tenants) < self._engine.num_slots
+        if is_dispatched:
+            self._dispatch()
+        if self._calls and (len(self._calls) > self._dispatch_ahead or not is_dispatched):
+            self._read(self._calls.popleft())
+        now_s = self._clock()
+        self._abort_where(lambda tenant: tenant.is_late(now_s))
+        if is_tail and is_dispatched:
+            self._counters.tail_s += now_s - started_s
+        finished, self._finished = self._finished, []
         return finished
+
+    def swap_weights(self, params: Params, version: int, *, recomputes_cache: bool = False) -> None:
+        """Puts new weights in force for all later calls.
+
+        Args:
+            params: the new weights.
+            version: their version.
+            recomputes_cache: computes the KV cache of running completions again with the new weights; otherwise they go on with their
+                old one.
+        """
+        self._params, self._version = params, version
+        self._kept = None
+        if self._wave is not None:
+            self._restart_wave(self._wave)
+        if recomputes_cache:
+            self._recompute_cache()
+
+    def abort(self, tickets: Collection[int]) -> None:
+        """Ends completions as they are; the next `step` returns them with the reason `aborted`, without tokens if they had not started."""
+        wanted = set(tickets)
+        if self._wave is not None and wanted & self._wave.tickets():
+            self._restart_wave(self._wave)
+        for request in [request for request in self._queue if request.ticket in wanted]:
+            self._queue.remove(request)
+            self._finish(_Tenant(request, 0.0), FinishReason.ABORTED)
+        self._abort_where(lambda tenant: tenant.request.ticket in wanted)
 
     def take_counters(self) -> DecodeCounters:
         """Returns the counters and starts new ones."""
@@ -123,50 +241,128 @@ class SlotScheduler:
         return counters
 
     def _fill(self) -> None:
-        """Takes waiting requests for all free slots, prefills their prompts together, and starts them."""
-        waves: list[tuple[Prompt, list[SlotRequest]]] = []
+        """Gives free slots to waiting requests; prefills one chunk if completions are running, else all that is waiting."""
+        if self._wave is None:
+            self._start_kept()
+            self._wave = self._next_wave()
+        while self._wave is not None:
+            wave = self._wave
+            for index, prefix in next(wave.work).items():
+                family = wave.waiting.pop(index)
+                self._start(prefix, family.members)
+                if self._queue and self._queue[0].prompt.prompt_id == family.prompt.prompt_id:
+                    self._kept = (family.prompt.prompt_id, prefix)
+            if not wave.waiting:
+                self._wave = None
+            if not wave.is_cold:
+                return
+
+    def _start_kept(self) -> None:
+        """Starts requests whose prompt was prefilled for their siblings."""
+        members = []
+        while self._kept and self._free and self._queue and self._queue[0].prompt.prompt_id == self._kept[0]:
+            members.append((self._free.pop(), _Tenant(self._queue.popleft(), self._clock())))
+        if members and self._kept:
+            self._start(self._kept[1], members)
+        if self._kept and not (self._queue and self._queue[0].prompt.prompt_id == self._kept[0]):
+            self._kept = None
+
+    def _next_wave(self) -> _Wave | None:
+        families: list[_Family] = []
         while self._free and self._queue:
             request, slot = self._queue.popleft(), self._free.pop()
-            self._tenants[slot] = _Tenant(request)
-            if not waves or waves[-1][0].prompt_id != request.prompt.prompt_id:
-                waves.append((request.prompt, []))
-            waves[-1][1].append(_slot_request(request, slot))
-        prefixes = self._prefixes_of([prompt for prompt, _ in waves])
-        for prefix, (_, members) in zip(prefixes, waves, strict=True):
-            self._state = self._engine.insert(prefix, self._state, members)
-        if waves:
-            self._prefix = (waves[-1][0].prompt_id, prefixes[-1])
+            if not families or families[-1].prompt.prompt_id != request.prompt.prompt_id:
+                families.append(_Family(request.prompt, []))
+            families[-1].members.append((slot, _Tenant(request, self._clock())))
+        if not families:
+            return None
+        prompts = [family.prompt.token_ids for family in families]
+        self._count_prefills(prompts)
+        return _Wave(self._engine.prefill(self._params, prompts), not self._tenants, dict(enumerate(families)))
 
-    def _prefixes_of(self, prompts: Sequence[Prompt]) -> list[Prefix]:
-        """Prefills all prompts but the first where that is the one whose group was begun before."""
-        is_kept = bool(prompts) and self._prefix is not None and self._prefix[0] == prompts[0].prompt_id
-        kept = [self._prefix[1]] if is_kept and self._prefix is not None else []
-        new = prompts[len(kept) :]
-        self._counters.num_prefills += len(new)
-        self._counters.num_prefill_tokens += sum(len(prompt.token_ids) for prompt in new)
-        return kept + (self._engine.prefill(self._params, [prompt.token_ids for prompt in new]) if new else [])
+    def _start(self, prefix: Prefix, members: Sequence[tuple[int, _Tenant]]) -> None:
+        self._tenants |= dict(members)
+        self._state = self._engine.fit(self._state, max(self._needed_tokens(), prefix.cache[0].keys.shape[2]))
+        self._state = self._engine.insert(prefix, self._state, [tenant.slot_request(slot) for slot, tenant in members])
+
+    def _restart_wave(self, wave: _Wave) -> None:
+        """Puts those who wait back to the head of the queue."""
+        waiting = [member for _, family in sorted(wave.waiting.items()) for member in family.members]
+        self._free.extend(slot for slot, _ in reversed(waiting))
+        self._queue.extendleft(tenant.request for _, tenant in reversed(waiting))
+        self._wave = None
+
+    def _needed_tokens(self) -> int:
+        return max((tenant.num_tokens_after(self._engine.num_steps_per_call) for tenant in self._tenants.values()), default=1)
+
+    def _dispatch(self) -> None:
+        self._state = self._engine.fit(self._state, self._needed_tokens())
+        is_truncated = any(tenant.request.sampling.is_truncated for tenant in self._tenants.values())
+        self._state, result = self._engine.generate(self._params, self._state, is_truncated=is_truncated)
+        for tenant in self._tenants.values():
+            tenant.num_dispatched += self._engine.num_steps_per_call
+        self._calls.append(_Call(result, self._version, dict(self._tenants)))
+
+    def _read(self, call: _Call) -> None:
+        result = call.result.to_host()
+        self._counters.num_slot_steps += result.token_ids.size
+        for slot, tenant in sorted(call.tenants.items()):
+            if self._tenants.get(slot) is not tenant:
+                continue  # it had ended before this call; the call emitted nothing for it
+            self._append(tenant, slot, result, call.version)
+            if not result.is_live[slot]:
+                self._vacate(slot)
+                is_stopped = int(tenant.token_ids[-1][-1]) in self._engine.eos_token_ids
+                self._finish(tenant, FinishReason.STOP if is_stopped else FinishReason.LENGTH)
+
+    def _append(self, tenant: _Tenant, slot: int, result: ResultTokens, version: int) -> None:
+        num_emitted = int(result.is_emitted[:, slot].sum())
+        tenant.token_ids.append(result.token_ids[:num_emitted, slot])
+        tenant.logprobs.append(result.logprobs[:num_emitted, slot])
+        tenant.weight_versions.append(np.full(num_emitted, version, np.int32))
+        self._counters.num_kept_tokens += num_emitted
+
+    def _abort_where(self, is_chosen: Callable[[_Tenant], bool]) -> None:
+        slots = [slot for slot, tenant in self._tenants.items() if is_chosen(tenant)]
+        if not slots:
+            return
+        self._state = self._engine.release(self._state, slots)
+        for slot in slots:
+            tenant = self._tenants[slot]
+            self._vacate(slot)
+            self._finish(tenant, FinishReason.ABORTED)
+
+    def _recompute_cache(self) -> None:
+        """Prefills every running completion as far as it has come, with the weights in force, into the slot that it has."""
+        while self._calls:
+            self._read(self._calls.popleft())
+        running = sorted(self._tenants.items())
+        sequences = [np.concatenate([tenant.request.prompt.token_ids, *tenant.token_ids]) for _, tenant in running]
+        self._count_prefills(sequences)
+        if not running:
+            return
+        for done in self._engine.prefill(self._params, sequences):
+            for index, prefix in done.items():
+                slot, tenant = running[index]
+                tenant.num_dispatched = tenant.num_emitted
+                self._start(prefix, [(slot, tenant)])
+
+    def _count_prefills(self, sequences: Sequence[np.ndarray]) -> None:
+        self._counters.num_prefills += len(sequences)
+        self._counters.num_prefill_tokens += sum(map(len, sequences))
 
     def _vacate(self, slot: int) -> None:
         del self._tenants[slot]
         self._free.append(slot)
 
-    def _completion(self, tenant: _Tenant) -> Completion:
-        token_ids = np.concatenate(tenant.token_ids)
-        is_stopped = int(token_ids[-1]) in self._engine.eos_token_ids
-        return Completion(
+    def _finish(self, tenant: _Tenant, reason: FinishReason) -> None:
+        if reason is FinishReason.ABORTED:
+            self._counters.num_aborted += 1
+        completion = Completion(
             sample_index=tenant.request.sample_index,
-            token_ids=token_ids,
-            behaviour_logprobs=np.concatenate(tenant.logprobs),
-            weight_versions=np.concatenate(tenant.weight_versions),
-            finish_reason=FinishReason.STOP if is_stopped else FinishReason.LENGTH,
+            token_ids=np.concatenate([np.zeros(0, np.int32), *tenant.token_ids]),
+            behaviour_logprobs=np.concatenate([np.zeros(0, np.float32), *tenant.logprobs]),
+            weight_versions=np.concatenate([np.zeros(0, np.int32), *tenant.weight_versions]),
+            finish_reason=reason,
         )
-
-
-def _slot_request(request: CompletionRequest, slot: int) -> SlotRequest:
-    return SlotRequest(
-        slot=slot,
-        prompt_id=request.prompt.prompt_id,
-        sample_index=request.sample_index,
-        temperature=request.temperature,
-        max_new_tokens=request.max_new_tokens,
-    )
+        self._finished.append((tenant.request.ticket, completion))

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from llamarl_jax.channels import Channel
 from llamarl_jax.data.cursor import PromptCursor
 from llamarl_jax.engine.api import Engine
+from llamarl_jax.engine.sampling import SamplingConfig
 from llamarl_jax.engine.slots import CompletionRequest, SlotScheduler
 from llamarl_jax.metrics.counters import Counters
 from llamarl_jax.metrics.timeline import Timeline
@@ -31,12 +33,35 @@ class GeneratorConfig:
 
     temperature: float = 1.0
     """Sampling temperature; the trainer takes π at the same one."""
+    top_k: int = 0
+    """Only 0 (off): the trainer's π is the whole softmax, and a truncated μ would make every ratio π/μ wrong."""
+    top_p: float = 1.0
+    """Only 1 (off), see top_k."""
+    min_p: float = 0.0
+    """Only 0 (off), see top_k."""
+    kv_after_update: Literal["keep", "recompute"] = "keep"
+    """What becomes of the KV cache of running completions when new weights are swapped in (mode `in_flight`): kept, as computed by the
+    old weights, or computed again, which costs a prefill of all that is running."""
+    completion_deadline_s: float | None = None
+    """Seconds after which a completion is cut off as it is; it is trained on and counted as truncated. A run is then not reproducible."""
 
     def __post_init__(self) -> None:
         if self.temperature <= 0:
             raise ValueError(
                 f"generator.temperature is {self.temperature}; training needs a temperature above 0 (greedy groups teach nothing)"
             )
+        if self.sampling.is_truncated:
+            raise ValueError(
+                f"generator.top_k = {self.top_k}, top_p = {self.top_p}, min_p = {self.min_p}: training does not reproduce a truncated "
+                "distribution, so log-probs of π and μ would belong to different ones; set them to 0, 1 and 0 (evaluation may truncate)"
+            )
+        if self.completion_deadline_s is not None and self.completion_deadline_s <= 0:
+            raise ValueError(f"generator.completion_deadline_s is {self.completion_deadline_s}; it must be above 0, or None for no limit")
+
+    @property
+    def sampling(self) -> SamplingConfig:
+        """The distribution as the decoder takes it."""
+        return SamplingConfig(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
 
 
 @dataclass
@@ -58,6 +83,7 @@ class Generator:
         config: GeneratorConfig,
         engine: Engine,
         max_new_tokens: int,
+        dispatch_ahead: int,
         schedule: SharedSchedule,
         cursor: PromptCursor,
         weights: WeightChannel,
@@ -73,7 +99,8 @@ class Generator:
             evaluate: called with the idle slots when the first and when the last weights are loaded, None for no evaluation.
             heartbeat: called whenever progress was made.
         """
-        self._config, self._engine, self._max_new_tokens = config, engine, max_new_tokens
+        self._config, self._engine = config, engine
+        self._max_new_tokens, self._dispatch_ahead = max_new_tokens, dispatch_ahead
         self._schedule, self._cursor, self._weights, self._completions = schedule, cursor, weights, completions
         self._timeline, self._counters, self._heartbeat, self._evaluate = timeline, counters, heartbeat, evaluate
         self._open: dict[int, _OpenGroup] = {}
@@ -82,7 +109,7 @@ class Generator:
     def run(self) -> None:
         """Generates until the schedule needs no more groups, then evaluates the final weights if asked to."""
         first = self._wait_for_weights()
-        self._slots = SlotScheduler(self._engine, first.params, first.version)
+        self._slots = SlotScheduler(self._engine, first.params, first.version, dispatch_ahead=self._dispatch_ahead)
         del first  # the slots hold the only reference, so that old weights are freed at the next swap
         if self._evaluate and self._slots.version == 0:
             self._evaluate(self._slots)
@@ -136,8 +163,9 @@ class Generator:
                 ticket=index,
                 prompt=prompt,
                 sample_index=sample,
-                temperature=self._config.temperature,
+                sampling=self._config.sampling,
                 max_new_tokens=self._max_new_tokens,
+                deadline_s=self._config.completion_deadline_s,
             )
             for sample in range(self._schedule.config.group_size)
         ]
@@ -152,6 +180,8 @@ class Generator:
             generated_tokens=counters.num_kept_tokens,
             slot_steps=counters.num_slot_steps,
             prefill_tokens=counters.num_prefill_tokens,
+            aborted=counters.num_aborted,
+            tail_s=counters.tail_s,
         )
         for index, completion in finished:
             group = self._open[index]
@@ -180,5 +210,5 @@ class Generator:
 
     def _load(self, slots: SlotScheduler, update: WeightUpdate) -> None:
         with self._timeline.span("generator", "swap"):
-            slots.swap_weights(update.params, update.version)
+            slots.swap_weights(update.params, update.version, recomputes_cache=self._config.kv_after_update == "recompute")
         self._heartbeat()

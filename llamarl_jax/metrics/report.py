@@ -44,12 +44,15 @@ def counter_metrics(sums: Mapping[str, float], wall_s: float) -> dict[str, float
         names.GENERATED_TOKENS_PER_S: sums.get("generated_tokens", 0.0) / wall_s,
         "generator/tokens": sums.get("generated_tokens", 0.0),
         "generator/prefill_tokens": sums.get("prefill_tokens", 0.0),
+        "generator/tail_s": sums.get("tail_s", 0.0),
+        "generator/num_aborted": sums.get("aborted", 0.0),
         "reward/num_scored": sums.get("scored", 0.0),
         "reward/num_failed": sums.get("failed", 0.0),
         "reward/num_dropped_groups": sums.get("dropped_groups", 0.0),
     }
     if sums.get("slot_steps"):
         metrics["generator/slot_utilisation"] = sums["generated_tokens"] / sums["slot_steps"]
+        metrics["generator/prefill_share"] = sums["prefill_tokens"] / (sums["prefill_tokens"] + sums["slot_steps"])
     if sums.get("scored"):
         metrics[names.REWARD_ALL] = sums["reward"] / sums["scored"]
     return metrics

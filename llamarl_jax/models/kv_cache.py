@@ -3,7 +3,10 @@
 A key's index in the cache is its position, so a query at position p may see exactly the indices ≤ p: what lies behind (the rest of a
 padded prefill, or a former tenant of the slot) is overwritten before it can be seen. Freeing a slot needs no work.
 
-Dimensions: S slots, K key-value heads, C capacity in tokens, Q head dim, T new tokens.
+Attention reads the whole array, so a cache is kept only as long as its longest live sequence needs: `resize` moves between a few lengths.
+That is a copy now and then, where reading a slice of a long array would be a copy at every step.
+
+Dimensions: S slots, K key-value heads, C length in tokens, Q head dim, T new tokens.
 """
 
 from __future__ import annotations
@@ -35,6 +38,16 @@ def init_cache(config: ModelConfig, num_slots: int, capacity: int, dtype: jnp.dt
     """Returns a zeroed cache for `num_slots` sequences of up to `capacity` tokens."""
     shape = (num_slots, config.num_kv_heads, capacity, config.head_dim)
     return tuple(LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers))
+
+
+def resize(cache: KVCache, length: int) -> KVCache:
+    """Returns the cache with room for `length` tokens in each slot; what lies beyond is dropped, new room is zero."""
+
+    def change(old: Array) -> Array:
+        missing = length - old.shape[2]
+        return jnp.pad(old, ((0, 0), (0, 0), (0, missing), (0, 0))) if missing > 0 else old[:, :, :length]
+
+    return jax.tree.map(change, cache)
 
 
 def write(cache: LayerCache, keys: Float[Array, "S T K Q"], values: Float[Array, "S T K Q"], start: Int[Array, " S"]) -> LayerCache:

@@ -1,8 +1,9 @@
 """One decoder-only transformer (Flax NNX) for training and decoding: Llama 3, SmolLM2, Qwen2.5 and Qwen3 dense, by config.
 
 The same `Block` runs in two forms. Training keeps the parameters of all layers stacked on a leading axis and scans over them, so that
-126 layers compile as fast as one. Decoding keeps a list of layers, because a scan copies each layer's weights at every step; the
-weight export turns one form into the other.
+126 layers compile as fast as one. Decoding keeps a list of layers, because a scan copies each layer's weights at every step, and stores
+kernels that read the same input as one (`qkv_proj`, `gate_up_proj`), because XLA would otherwise join them at run time or run them one
+by one. `llamarl_jax.models.decoding_form` turns one form into the other; it is part of the weight export.
 
 Parameters live outside the modules as a plain nested dict; `TransformerSpec.bind(params)` returns a callable module. Each
 parameter carries the logical names of its dimensions, from which `llamarl_jax.meshes` derives every sharding. Kernels are stored
@@ -16,6 +17,7 @@ Dimensions: B rows, T tokens, C key positions, D model, V vocabulary, H query he
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -76,12 +78,15 @@ class Attention(nnx.Module):
     """Grouped-query attention with rotary positions; optional biases (Qwen2.5) and per-head norms (Qwen3)."""
 
     def __init__(self, config: ModelConfig, *, lead: tuple[int, ...], rngs: nnx.Rngs):
-        self.config = config
+        self.config, self.is_fused = config, not lead
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         linear = partial(Linear, lead=lead, rngs=rngs)
-        self.q_proj = linear(q_size, config.hidden_size, ("heads", "embed"), has_bias=config.has_qkv_bias)
-        self.k_proj = linear(kv_size, config.hidden_size, ("kv_heads", "embed"), has_bias=config.has_qkv_bias)
-        self.v_proj = linear(kv_size, config.hidden_size, ("kv_heads", "embed"), has_bias=config.has_qkv_bias)
+        if self.is_fused:
+            self.qkv_proj = linear(q_size + 2 * kv_size, config.hidden_size, ("qkv", "embed"), has_bias=config.has_qkv_bias)
+        else:
+            self.q_proj = linear(q_size, config.hidden_size, ("heads", "embed"), has_bias=config.has_qkv_bias)
+            self.k_proj = linear(kv_size, config.hidden_size, ("kv_heads", "embed"), has_bias=config.has_qkv_bias)
+            self.v_proj = linear(kv_size, config.hidden_size, ("kv_heads", "embed"), has_bias=config.has_qkv_bias)
         self.o_proj = linear(config.hidden_size, q_size, ("embed", "heads"))
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, lead=lead) if config.has_qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, lead=lead) if config.has_qk_norm else None
@@ -90,9 +95,9 @@ class Attention(nnx.Module):
         self, x: Float[Array, "B T D"], rope: Rope, mask: Bool[Array, "B T C"], start: Int[Array, " B"] | None, cache: LayerCache | None
     ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
         """Mixes tokens; with a cache, stores the new keys and values at `start` first and attends to all of it."""
-        queries = self._heads(self.q_proj(x), self.q_norm, rope)
-        keys = self._heads(self.k_proj(x), self.k_norm, rope)
-        values = self.v_proj(x).reshape(*x.shape[:2], -1, self.config.head_dim)
+        queries, keys, values = self._project(x)
+        queries = rotate(queries if self.q_norm is None else self.q_norm(queries), *rope)
+        keys = rotate(keys if self.k_norm is None else self.k_norm(keys), *rope)
         if cache is None:
             mixed = attend(queries, jnp.swapaxes(keys, 1, 2), jnp.swapaxes(values, 1, 2), mask)
         else:
@@ -101,9 +106,14 @@ class Attention(nnx.Module):
             mixed = attend(queries, cache.keys.astype(x.dtype), cache.values.astype(x.dtype), mask)
         return self.o_proj(mixed.reshape(*x.shape[:2], -1)), cache
 
-    def _heads(self, x: Float[Array, "B T NQ"], norm: RMSNorm | None, rope: Rope) -> Float[Array, "B T N Q"]:
-        heads = x.reshape(*x.shape[:2], -1, self.config.head_dim)
-        return rotate(heads if norm is None else norm(heads), *rope)
+    def _project(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T H Q"], Float[Array, "B T K Q"], Float[Array, "B T K Q"]]:
+        lead, head_dim = x.shape[:2], self.config.head_dim
+        if not self.is_fused:
+            queries, keys, values = (f(x).reshape(*lead, -1, head_dim) for f in (self.q_proj, self.k_proj, self.v_proj))
+            return queries, keys, values
+        # For each key-value head its query heads, its key and its value: a slice by tensor axis holds whole groups.
+        heads = self.qkv_proj(x).reshape(*lead, self.config.num_kv_heads, -1, head_dim)
+        return heads[:, :, :, :-2].reshape(*lead, -1, head_dim), heads[:, :, :, -2], heads[:, :, :, -1]
 
 
 class Mlp(nnx.Module):
@@ -111,13 +121,20 @@ class Mlp(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, lead: tuple[int, ...], rngs: nnx.Rngs):
         linear = partial(Linear, lead=lead, rngs=rngs)
-        self.gate_proj = linear(config.intermediate_size, config.hidden_size, ("mlp", "embed"))
-        self.up_proj = linear(config.intermediate_size, config.hidden_size, ("mlp", "embed"))
+        self.block, self.is_fused = gate_up_block(config), not lead
+        if self.is_fused:
+            self.gate_up_proj = linear(2 * config.intermediate_size, config.hidden_size, ("gate_up", "embed"))
+        else:
+            self.gate_proj = linear(config.intermediate_size, config.hidden_size, ("mlp", "embed"))
+            self.up_proj = linear(config.intermediate_size, config.hidden_size, ("mlp", "embed"))
         self.down_proj = linear(config.hidden_size, config.intermediate_size, ("embed", "mlp"))
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Applies the gated mlp."""
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        if not self.is_fused:
+            return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        pairs = self.gate_up_proj(x).reshape(*x.shape[:2], -1, 2, self.block)
+        return self.down_proj((jax.nn.silu(pairs[..., 0, :]) * pairs[..., 1, :]).reshape(*x.shape[:2], -1))
 
 
 class Block(nnx.Module):
@@ -278,5 +295,16 @@ class TransformerSpec:
 
 
 def axis_units(config: ModelConfig) -> Mapping[str, int]:
-    """Returns the smallest piece of each logical axis: a head is never cut."""
-    return {"heads": config.head_dim, "kv_heads": config.head_dim}
+    """Returns the smallest piece of each logical axis: a head is never cut, nor what a fused kernel keeps together."""
+    group = config.num_heads // config.num_kv_heads
+    return {
+        "heads": config.head_dim,
+        "kv_heads": config.head_dim,
+        "qkv": (group + 2) * config.head_dim,
+        "gate_up": 2 * gate_up_block(config),
+    }
+
+
+def gate_up_block(config: ModelConfig) -> int:
+    """Returns how many rows of the gate kernel alternate with as many of the up kernel: a power of two up to 128 that divides F."""
+    return math.gcd(config.intermediate_size, 128)

@@ -29,6 +29,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from llamarl_jax.meshes import Meshes, build_mesh
+from llamarl_jax.models.decoding_form import fuse_layer
 from llamarl_jax.models.transformer import Params, TransformerSpec
 
 
@@ -111,7 +112,7 @@ class WeightExporter:
             return jax.lax.dynamic_slice_in_dim(x, first, num_layers).astype(self._dtype)
 
         part = jax.tree.map(cut, layers)
-        return [jax.tree.map(lambda x, i=i: x[i], part) for i in range(num_layers)]
+        return [fuse_layer(jax.tree.map(lambda x, i=i: x[i], part), self._generator.config) for i in range(num_layers)]
 
     def _cast_rest(self, rest: Params) -> Params:
         # A copy even where the dtype is right: jit would hand out its own argument, which the next training step donates.

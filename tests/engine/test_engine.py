@@ -5,14 +5,17 @@ import pytest
 
 from llamarl_jax.engine.api import SlotRequest
 from llamarl_jax.engine.engine import EngineConfig, prompt_bucket
+from llamarl_jax.engine.sampling import SamplingConfig
 from llamarl_jax.engine.slots import SlotScheduler
 from llamarl_jax.types import FinishReason
 from tests.engine.tiny_engine import (
     CONFIG,
     STACKED,
+    generate,
     make_engine,
     make_prompts,
     place,
+    prefill_all,
     random_params,
     requests,
     run_to_end,
@@ -65,8 +68,8 @@ def test_a_completion_depends_on_seed_prompt_and_sample_only(params):
 def test_every_mesh_gives_the_same_tokens(params, data, tensor):
     prompts = make_prompts([4, 8, 12, 16])
     results = []
-    for shape in ({"data": 1, "tensor": 1}, {"data": data, "tensor": tensor}):
-        engine = make_engine(num_slots=8, **shape)
+    for shape in ((1, 1), (data, tensor)):
+        engine = make_engine(num_slots=8, data=shape[0], tensor=shape[1])
         slots = SlotScheduler(engine, place(engine, unstack(params)), 0)
         slots.submit(requests(prompts, 2, temperature=0.0))
         results.append(run_to_end(slots))
@@ -107,7 +110,7 @@ def test_new_temperature_budget_prompt_or_weights_compile_nothing(params):
     slots.submit(requests(make_prompts([3, 20]), 4))
     run_to_end(slots)
     before = engine.num_compilations()
-    assert before == {"prefill": 2, "insert": 2, "generate": 1}  # two buckets, always four samples
+    assert before == {"prefill": 2, "prefill_next": 0, "insert": 2, "generate": 1, "resize": 0}  # two buckets
     slots.swap_weights(place(engine, unstack(random_params(STACKED, seed=1))), 1)
     slots.submit(requests(make_prompts([10, 16, 18, 24], seed=5), 4, temperature=0.3, max_new_tokens=4))
     run_to_end(slots)
@@ -143,15 +146,15 @@ def test_a_released_slot_is_clean(params):
     placed = place(engine, unstack(params))
     prompts = make_prompts([6, 12])
     state = engine.init_decode_state()
-    start = [SlotRequest(slot=0, prompt_id=0, sample_index=0, temperature=1.0, max_new_tokens=10)]
-    state, _ = engine.generate(placed, engine.insert(engine.prefill(placed, [prompts[0].token_ids])[0], state, start))
+    start = [SlotRequest(slot=0, prompt_id=0, sample_index=0, sampling=SamplingConfig(), max_new_tokens=10)]
+    state, _ = generate(engine, placed, engine.insert(prefill_all(engine, placed, [prompts[0].token_ids])[0], state, start))
     state = engine.release(state, [0])
-    state, result = engine.generate(placed, state)
+    state, result = generate(engine, placed, state)
     assert not result.is_emitted.any()
-    again = [SlotRequest(slot=0, prompt_id=1, sample_index=0, temperature=1.0, max_new_tokens=10)]
-    state, reused = engine.generate(placed, engine.insert(engine.prefill(placed, [prompts[1].token_ids])[0], state, again))
-    fresh = engine.insert(engine.prefill(placed, [prompts[1].token_ids])[0], engine.init_decode_state(), again)
-    _, expected = engine.generate(placed, fresh)
+    again = [SlotRequest(slot=0, prompt_id=1, sample_index=0, sampling=SamplingConfig(), max_new_tokens=10)]
+    state, reused = generate(engine, placed, engine.insert(prefill_all(engine, placed, [prompts[1].token_ids])[0], state, again))
+    fresh = engine.insert(prefill_all(engine, placed, [prompts[1].token_ids])[0], engine.init_decode_state(), again)
+    _, expected = generate(engine, placed, fresh)
     np.testing.assert_array_equal(reused.token_ids[:, 0], expected.token_ids[:, 0])
     np.testing.assert_array_equal(reused.logprobs[:, 0], expected.logprobs[:, 0])
 
@@ -163,14 +166,16 @@ def test_buckets_are_powers_of_two():
 def test_bad_requests_name_the_limit(params):
     engine = make_engine()
     placed = place(engine, unstack(params))
-    with pytest.raises(ValueError, match="prompt of 25 tokens"):
-        engine.prefill(placed, [np.zeros(25, np.int32)])
+    with pytest.raises(ValueError, match="prompt of 49 tokens"):
+        engine.prefill(placed, [np.zeros(49, np.int32)])
     with pytest.raises(ValueError, match="prompt of 0 tokens"):
         engine.prefill(placed, [np.zeros(0, np.int32)])
-    prefix = engine.prefill(placed, [np.zeros(3, np.int32)])[0]
-    with pytest.raises(ValueError, match="budget of 11 new tokens does not fit"):
+    prefix = prefill_all(engine, placed, [np.zeros(3, np.int32)])[0]
+    with pytest.raises(ValueError, match="budget of 46 new tokens behind 3 does not fit the cache of 48"):
         engine.insert(
-            prefix, engine.init_decode_state(), [SlotRequest(slot=0, prompt_id=0, sample_index=0, temperature=1.0, max_new_tokens=11)]
+            prefix,
+            engine.init_decode_state(),
+            [SlotRequest(slot=0, prompt_id=0, sample_index=0, sampling=SamplingConfig(), max_new_tokens=46)],
         )
     with pytest.raises(ValueError, match="insert needs at least one request"):
         engine.insert(prefix, engine.init_decode_state(), [])
@@ -178,6 +183,12 @@ def test_bad_requests_name_the_limit(params):
         make_engine(num_slots=3, data=2)
     with pytest.raises(ValueError, match=r"engine.num_slots is 0"):
         EngineConfig(num_slots=0)
+    with pytest.raises(ValueError, match=r"engine.dispatch_ahead is -1"):
+        EngineConfig(dispatch_ahead=-1)
+    with pytest.raises(ValueError, match=r"engine.prefill_chunk_tokens is 100; it must be a power of two"):
+        EngineConfig(prefill_chunk_tokens=100)
+    with pytest.raises(ValueError, match=r"sequence of 49 tokens does not fit the cache of 48"):
+        engine.fit(engine.init_decode_state(), 49)
 
 
 def test_decoding_with_stacked_weights_is_refused(params):

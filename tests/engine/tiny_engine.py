@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from llamarl_jax.engine.api import DecodeState, Prefix, ResultTokens
 from llamarl_jax.engine.engine import DecodeEngine, EngineConfig
+from llamarl_jax.engine.sampling import SamplingConfig
 from llamarl_jax.engine.slots import CompletionRequest, SlotScheduler
 from llamarl_jax.losses.logprobs import token_logprobs
 from llamarl_jax.meshes import build_mesh
@@ -47,27 +49,56 @@ def _full_forward(params: Params, ids: jax.Array, temperature: jax.Array) -> jax
 def trainer_logprobs(params: Params, prompt: Prompt, completion: Completion, temperature: float) -> np.ndarray:
     """The completion's log-probs by the training forward over the whole sequence (padded at the end, which a causal model cannot see)."""
     ids = np.concatenate([prompt.token_ids, completion.token_ids])
-    padded = np.zeros((1, 48), np.int32)
+    padded = np.zeros((1, 48 if len(ids) <= 48 else 288), np.int32)
     padded[0, : len(ids)] = ids
     return np.asarray(_full_forward(params, padded, np.float32(temperature)))[0, len(prompt.token_ids) : len(ids)]
 
 
 def unstack(params: Params) -> Params:
-    """The list form of stacked weights, done the obvious way."""
-    layers = {i: jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(CONFIG.num_layers)}
+    """The decoding form of stacked weights, done the obvious way."""
+    layers = {i: _fuse(jax.tree.map(lambda x, i=i: np.asarray(x[i]), params["layers"])) for i in range(CONFIG.num_layers)}
     return {**params, "layers": layers}
 
 
-def make_engine(*, data: int = 1, tensor: int = 1, first_device: int = 0, seed: int = 0, **options: Any) -> DecodeEngine:
+def _fuse(layer: Params) -> Params:
+    """Row by row: query heads 2k and 2k + 1, key k, value k; 32 rows of gate, 32 of up (96 = 3 · 32)."""
+    attention, mlp = dict(layer["attention"]), dict(layer["mlp"])
+    q, k, v = (attention.pop(name)["kernel"].reshape(-1, CONFIG.head_dim, CONFIG.hidden_size) for name in ("q_proj", "k_proj", "v_proj"))
+    attention["qkv_proj"] = {"kernel": np.concatenate([q[0], q[1], k[0], v[0], q[2], q[3], k[1], v[1]])}
+    gate, up = mlp.pop("gate_proj")["kernel"], mlp.pop("up_proj")["kernel"]
+    blocks = [kernel[first : first + 32] for first in (0, 32, 64) for kernel in (gate, up)]
+    mlp["gate_up_proj"] = {"kernel": np.concatenate(blocks)}
+    return {**layer, "attention": attention, "mlp": mlp}
+
+
+def make_engine(
+    *,
+    data: int = 1,
+    tensor: int = 1,
+    first_device: int = 0,
+    seed: int = 0,
+    eos_token_ids: tuple[int, ...] = CONFIG.eos_token_ids,
+    **options: Any,
+) -> DecodeEngine:
     devices = jax.devices()[first_device : first_device + data * tensor]
     config = EngineConfig(**{"num_slots": 4, "max_prompt_tokens": 24, "max_new_tokens": 10, "decode_steps_per_call": 3, **options})
-    return DecodeEngine(
-        LISTED, build_mesh(devices, {"data": data, "tensor": tensor}), config, eos_token_ids=CONFIG.eos_token_ids, seed=seed
-    )
+    return DecodeEngine(LISTED, build_mesh(devices, {"data": data, "tensor": tensor}), config, eos_token_ids=eos_token_ids, seed=seed)
 
 
 def place(engine: DecodeEngine, params: Params) -> Params:
     return jax.device_put(jax.device_get(params), engine.spec.shardings(engine.mesh))
+
+
+def prefill_all(engine: DecodeEngine, params: Params, prompts: Sequence[np.ndarray]) -> list[Prefix]:
+    prefixes: dict[int, Prefix] = {}
+    for done in engine.prefill(params, prompts):
+        prefixes |= done
+    return [prefixes[i] for i in range(len(prompts))]
+
+
+def generate(engine: DecodeEngine, params: Params, state: DecodeState, **options: Any) -> tuple[DecodeState, ResultTokens]:
+    state, pending = engine.generate(params, state, **options)
+    return state, pending.to_host()
 
 
 def make_prompts(lengths: Sequence[int], seed: int = 0) -> list[Prompt]:
@@ -76,10 +107,17 @@ def make_prompts(lengths: Sequence[int], seed: int = 0) -> list[Prompt]:
     return [Prompt(prompt_id=i, token_ids=x, text="") for i, x in enumerate(ids)]
 
 
-def requests(prompts: Sequence[Prompt], group_size: int, *, temperature: float = 1.0, max_new_tokens: int = 10) -> list[CompletionRequest]:
+def requests(
+    prompts: Sequence[Prompt], group_size: int, *, max_new_tokens: int = 10, deadline_s: float | None = None, **sampling: Any
+) -> list[CompletionRequest]:
     return [
         CompletionRequest(
-            ticket=p.prompt_id * group_size + s, prompt=p, sample_index=s, temperature=temperature, max_new_tokens=max_new_tokens
+            ticket=p.prompt_id * group_size + s,
+            prompt=p,
+            sample_index=s,
+            sampling=SamplingConfig(**sampling),
+            max_new_tokens=max_new_tokens,
+            deadline_s=deadline_s,
         )
         for p in prompts
         for s in range(group_size)

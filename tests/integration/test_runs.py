@@ -13,6 +13,7 @@ from llamarl_jax.checkpoint import CheckpointConfig, Checkpointer, CheckpointMis
 from llamarl_jax.data.packing import pack
 from llamarl_jax.data.stream import PromptStream
 from llamarl_jax.engine.engine import DecodeEngine
+from llamarl_jax.engine.sampling import SamplingConfig
 from llamarl_jax.engine.slots import CompletionRequest, SlotScheduler
 from llamarl_jax.executors.generator import Generator
 from llamarl_jax.executors.reward import Reward
@@ -86,7 +87,10 @@ def _plain_loop(config, folder):
             prompts.append(prompt)
             samples = range(config.schedule.group_size)
             slots.submit(
-                [CompletionRequest(ticket=4 * index + i, prompt=prompt, sample_index=i, temperature=1.0, max_new_tokens=6) for i in samples]
+                [
+                    CompletionRequest(ticket=4 * index + i, prompt=prompt, sample_index=i, sampling=SamplingConfig(), max_new_tokens=6)
+                    for i in samples
+                ]
             )
         finished = {}
         while not slots.is_idle:
@@ -254,9 +258,9 @@ def test_weights_reach_the_generator_and_change(tmp_path):
     seen: dict[int, bytes] = {}
     original = SlotScheduler.swap_weights
 
-    def spy(self, params, version):
-        seen[version] = np.asarray(params["layers"][0]["mlp"]["up_proj"]["kernel"]).tobytes()
-        original(self, params, version)
+    def spy(self, params, version, **options):
+        seen[version] = np.asarray(params["layers"][0]["mlp"]["gate_up_proj"]["kernel"]).tobytes()
+        original(self, params, version, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SlotScheduler, "swap_weights", spy)

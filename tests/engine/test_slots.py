@@ -1,0 +1,222 @@
+"""What the slot scheduler promises whatever is dispatched when: same tokens, clean slots, honest versions."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from llamarl_jax.engine.slots import SlotScheduler
+from llamarl_jax.models.transformer import Params
+from llamarl_jax.types import Completion, FinishReason
+from tests.engine.tiny_engine import (
+    STACKED,
+    make_engine,
+    make_prompts,
+    place,
+    random_params,
+    requests,
+    run_to_end,
+    trainer_logprobs,
+    unstack,
+)
+
+LONG: dict[str, Any] = {"max_prompt_tokens": 150, "max_new_tokens": 120, "decode_steps_per_call": 8}
+
+
+@pytest.fixture(scope="module")
+def params():
+    return random_params(STACKED)
+
+
+def _start(params: Params, engine=None, *, dispatch_ahead: int = 0, version: int = 0, clock=None, **options) -> SlotScheduler:
+    engine = engine or make_engine(**options)
+    clocks = {"clock": clock} if clock else {}
+    return SlotScheduler(engine, place(engine, unstack(params)), version, dispatch_ahead=dispatch_ahead, **clocks)
+
+
+def _assert_same(first: dict[int, Completion], second: dict[int, Completion]) -> None:
+    assert first.keys() == second.keys()
+    for ticket, completion in first.items():
+        assert completion.token_ids.tolist() == second[ticket].token_ids.tolist(), ticket
+        assert completion.finish_reason is second[ticket].finish_reason
+        np.testing.assert_allclose(completion.behaviour_logprobs, second[ticket].behaviour_logprobs, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def expected(params):
+    """Nine groups of two, prompts of 1 to 150 tokens, completions of up to 120."""
+    slots = _start(params, num_slots=18, **LONG)
+    slots.submit(_long_requests())
+    return run_to_end(slots)
+
+
+def _long_requests():
+    return requests(make_prompts([1, 17, 33, 64, 65, 100, 129, 149, 150]), 2, max_new_tokens=120, temperature=0.8)
+
+
+def test_the_cache_is_as_long_as_the_longest_live_slot_needs(params):
+    """It grows with a long completion, is short again for the next short one, and each length compiles one program."""
+    engine = make_engine(num_slots=2, **LONG)
+    assert engine.config.cache_lengths == (64, 128, 256, 272)
+    slots = _start(params, engine)
+    lengths = []
+    for seed in (0, 1):
+        slots.submit(requests(make_prompts([100], seed), 1, max_new_tokens=120) + requests(make_prompts([3], seed), 1, max_new_tokens=5))
+        while not slots.is_idle:
+            slots.step()
+            lengths.append(slots._state.cache[0].keys.shape[2])
+        slots.submit(requests(make_prompts([4], seed), 1, max_new_tokens=8))
+        run_to_end(slots)
+        lengths.append(slots._state.cache[0].keys.shape[2])
+    assert lengths[0] == 128
+    assert max(lengths) == 256
+    assert lengths[-1] == 64
+    counts = engine.num_compilations()
+    assert counts["generate"] == 3
+    slots.submit(requests(make_prompts([90, 4, 8, 100], 5), 2, max_new_tokens=110, temperature=0.3))
+    run_to_end(slots)
+    assert engine.num_compilations()["generate"] == 3
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_slots": 4}, {"num_slots": 3, "prefill_chunk_tokens": 32}, {"num_slots": 5, "dispatch_ahead": 2}], ids=str
+)
+def test_slots_chunks_and_calls_ahead_change_no_token(params, expected, options):
+    options = {**LONG, **options}
+    ahead = options.pop("dispatch_ahead", 0)
+    slots = _start(params, dispatch_ahead=ahead, **options)
+    slots.submit(_long_requests())
+    _assert_same(run_to_end(slots), expected)
+
+
+def test_logprobs_of_long_chunked_prompts_equal_the_trainers(params, expected):
+    prompts = make_prompts([1, 17, 33, 64, 65, 100, 129, 149, 150])
+    for ticket in (0, 7, 11, 16):
+        wanted = trainer_logprobs(params, prompts[ticket // 2], expected[ticket], 0.8)
+        np.testing.assert_allclose(expected[ticket].behaviour_logprobs, wanted, atol=2e-5)
+
+
+def test_running_completions_wait_for_one_chunk_at_most(params):
+    """A prompt of 150 tokens in chunks of 16 arrives over ten calls, in all of which the other slot goes on."""
+    slots = _start(params, num_slots=2, prefill_chunk_tokens=16, eos_token_ids=(), **LONG)
+    slots.submit(requests(make_prompts([3]), 1, max_new_tokens=120, temperature=2.0))
+    slots.step()
+    slots.take_counters()
+    slots.submit([r for r in requests(make_prompts([3, 150]), 1) if r.ticket == 1])
+    num_calls_before_it_started = 0
+    while 1 not in {t.request.ticket for t in slots._tenants.values()}:
+        slots.step()
+        num_calls_before_it_started += 1
+        assert slots.take_counters().num_kept_tokens >= 8
+    assert num_calls_before_it_started == 10
+
+
+def test_an_abort_returns_what_there_is_and_leaves_a_clean_slot(params):
+    slots = _start(params, num_slots=2, **LONG)
+    wanted = requests(make_prompts([5, 9, 13]), 1, max_new_tokens=120, temperature=2.0)
+    slots.submit(wanted)
+    slots.step()
+    slots.abort([0, 2])
+    finished = dict(slots.step())
+    assert finished[0].finish_reason is FinishReason.ABORTED
+    assert len(finished[0].token_ids) == len(finished[0].behaviour_logprobs) == 8
+    assert finished[2].finish_reason is FinishReason.ABORTED  # it had not started
+    assert len(finished[2].token_ids) == 0
+    slots.submit([wanted[2]])
+    again = run_to_end(slots)
+    fresh = _start(params, num_slots=2, **LONG)
+    fresh.submit(wanted)
+    whole = run_to_end(fresh)
+    assert finished[0].token_ids.tolist() == whole[0].token_ids[:8].tolist()
+    _assert_same(again, {t: whole[t] for t in (1, 2)})
+    assert slots.take_counters().num_aborted == 2
+
+
+def test_a_prompt_that_is_being_prefilled_can_be_aborted(params):
+    slots = _start(params, num_slots=2, prefill_chunk_tokens=16, **LONG)
+    slots.submit(requests(make_prompts([3]), 1, max_new_tokens=120, temperature=2.0))
+    slots.step()
+    slots.submit([r for r in requests(make_prompts([3, 150, 8]), 1) if r.ticket > 0])
+    slots.step()
+    slots.abort([1])
+    finished = run_to_end(slots)
+    assert [finished[t].finish_reason is FinishReason.ABORTED for t in (0, 1, 2)] == [False, True, False]
+
+
+def test_a_deadline_cuts_a_completion_off(params):
+    now = [0.0]
+    slots = _start(params, num_slots=2, clock=lambda: now[0], **LONG)
+    slots.submit(
+        requests(make_prompts([5]), 1, max_new_tokens=120, temperature=2.0, deadline_s=10.0)
+        + [r for r in requests(make_prompts([5, 9]), 1, max_new_tokens=120, temperature=2.0) if r.ticket == 1]
+    )
+    finished = {}
+    while not slots.is_idle:
+        finished.update(slots.step())
+        now[0] += 4.0
+    assert finished[0].finish_reason is FinishReason.ABORTED
+    assert len(finished[0].token_ids) == 8 * 4  # at 0, 4, 8 and 12 seconds
+    assert finished[1].finish_reason is not FinishReason.ABORTED
+
+
+@pytest.mark.parametrize("dispatch_ahead", [0, 1])
+def test_after_a_swap_the_cache_is_kept_or_computed_again(params, dispatch_ahead):
+    """Recomputed, the rest of a completion has the new weights' log-probs of the whole sequence; kept, it does not."""
+    other, engine = random_params(STACKED, seed=3), make_engine(num_slots=4, **LONG)
+    prompts = make_prompts([20, 40, 60])
+    gaps = {}
+    for recomputes in (True, False):
+        slots = _start(params, engine, dispatch_ahead=dispatch_ahead)
+        slots.submit(requests(prompts, 1, max_new_tokens=60, temperature=2.0))
+        finished = dict(slots.step()) | dict(slots.step())
+        slots.swap_weights(place(engine, unstack(other)), 1, recomputes_cache=recomputes)
+        finished |= run_to_end(slots)
+        gaps[recomputes] = 0.0
+        for ticket, completion in finished.items():
+            new = completion.weight_versions == 1
+            assert completion.weight_versions.tolist() == sorted(completion.weight_versions.tolist())
+            exact = trainer_logprobs(other, prompts[ticket], completion, 2.0)
+            gaps[recomputes] = max(gaps[recomputes], float(np.abs(exact - completion.behaviour_logprobs)[new].max(initial=0)))
+    assert gaps[True] < 2e-5
+    assert gaps[False] > 1e-2
+
+
+def test_a_swap_while_a_prompt_is_prefilled_starts_it_again(params):
+    """No prefix mixes versions: what comes out are the new weights' log-probs from the first token on."""
+    other, engine = random_params(STACKED, seed=3), make_engine(num_slots=2, prefill_chunk_tokens=16, **LONG)
+    slots = _start(params, engine)
+    slots.submit(requests(make_prompts([3]), 1, max_new_tokens=120, temperature=2.0))
+    slots.step()
+    prompts = make_prompts([3, 150])
+    slots.submit([r for r in requests(prompts, 1, temperature=2.0) if r.ticket == 1])
+    slots.step()
+    slots.swap_weights(place(engine, unstack(other)), 1)
+    completion = run_to_end(slots)[1]
+    assert set(completion.weight_versions.tolist()) == {1}
+    np.testing.assert_allclose(completion.behaviour_logprobs, trainer_logprobs(other, prompts[1], completion, 2.0), atol=2e-5)
+
+
+def test_rapid_swaps_show_one_version_in_each_forward_pass(params):
+    """Constant-filled weights: with version v every logit is the same, so log-probs are exactly those of uniform ids, never a NaN."""
+    engine = make_engine(num_slots=4, **LONG)
+    shapes = engine.spec.shapes
+    constant = [place(engine, jax.tree.map(lambda x, v=v: np.full(x.shape, v, np.float32), shapes)) for v in (0.01, 0.02, 0.03)]
+    slots = SlotScheduler(engine, constant[0], 0, dispatch_ahead=1)
+    slots.submit(requests(make_prompts([5] * 60), 4, max_new_tokens=120))
+    num_live = []
+    finished, version = {}, 0
+    while not slots.is_idle and version < 200:
+        version += 1
+        slots.swap_weights(constant[version % 3], version)
+        finished.update(slots.step())
+        num_live.append(len(jax.live_arrays()))
+    assert version == 200
+    uniform = -np.log(290)
+    for completion in finished.values():
+        np.testing.assert_allclose(completion.behaviour_logprobs, uniform, atol=1e-4)
+        versions, counts = np.unique(completion.weight_versions, return_counts=True)
+        assert (np.diff(versions) == 1).all()
+        assert (counts[:-1] == 8).all()  # eight steps a call, one version each
+    assert len(finished) > 4
+    assert max(num_live[100:]) <= max(num_live[20:100])
