@@ -1,0 +1,1 @@
+"""Benchmarks that a user runs on their own machine: `llamarl bench NAME`."""

@@ -1,0 +1,228 @@
+"""`llamarl bench decode`: tokens per second of the real decoder, and what share that is of what the hardware allows.
+
+The work goes through the same scheduler and engine as in training: B distinct prompts into B slots, greedy, no end of sequence, so every
+completion has the same length and every step the same shape. A first run compiles everything and is not counted.
+
+With peers, each runs in a process and a virtual environment of its own and is given the same ids; runs alternate (ours, then each peer,
+then ours again), so that a machine that slows down slows all of them down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import itertools
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from llamarl_jax.bench.decode_cost import StepCost, mean_cache_tokens, step_cost
+from llamarl_jax.bench.disturbance import undisturbed
+from llamarl_jax.bench.limits import DeviceLimits, measure_limits
+from llamarl_jax.bench.machine import hardware, load_average, versions
+from llamarl_jax.bench.op_profile import profile_ops
+from llamarl_jax.bench.options import DecodeOptions
+from llamarl_jax.bench.peers import Peer, PeerError, open_peers
+from llamarl_jax.bench.report import DecodeReport, print_report, save_report
+from llamarl_jax.bench.sample import Row, Runner, Sample, TokenIds, agreement
+from llamarl_jax.bench.workload import Workload, make_prompts, open_workload
+from llamarl_jax.engine.api import DecodeState
+from llamarl_jax.engine.engine import DecodeEngine, EngineConfig, PackedResult
+from llamarl_jax.engine.sampling import SamplingConfig
+from llamarl_jax.engine.slots import CompletionRequest, SlotScheduler
+from llamarl_jax.models.transformer import Params
+from llamarl_jax.types import Prompt
+
+OURS = "llamarl_jax"
+
+
+class TimedEngine(DecodeEngine):
+    """The engine, which notes when each `generate` call began and ended; what was dispatched before is waited for first."""
+
+    def __init__(self, workload: Workload, config: EngineConfig, seed: int) -> None:
+        super().__init__(workload.spec, workload.mesh, config, eos_token_ids=(), seed=seed)
+        self.calls: list[tuple[float, float]] = []
+
+    def generate(self, params: Params, state: DecodeState, *, is_truncated: bool = False) -> tuple[DecodeState, PackedResult]:
+        """Runs and times the call."""
+        jax.block_until_ready(state)
+        start = time.perf_counter()
+        state, result = super().generate(params, state, is_truncated=is_truncated)
+        jax.block_until_ready(result.packed)
+        self.calls.append((start, time.perf_counter()))
+        return state, result
+
+
+class OurDecoder:
+    """Decodes batches of one size with our scheduler and engine."""
+
+    name = OURS
+
+    def __init__(self, workload: Workload, batch: int, options: DecodeOptions) -> None:
+        config = EngineConfig(
+            num_slots=batch,
+            max_prompt_tokens=options.prompt_tokens,
+            max_new_tokens=options.new_tokens,
+            decode_steps_per_call=options.decode_steps_per_call,
+            dtype=options.dtype,
+        )
+        self.pid = os.getpid()
+        self.engine = TimedEngine(workload, config, options.seed)
+        self.slots = SlotScheduler(self.engine, workload.params, version=0)
+        self._prompt_ids = itertools.count()  # the scheduler would use the prefix of an equal id again
+
+    def run(self, prompts: TokenIds, new_tokens: int) -> Sample:
+        """Decodes the prompts and times it."""
+        self.engine.calls.clear()
+        start = time.perf_counter()
+        self.submit(prompts, new_tokens)
+        finished = {}
+        while not self.slots.is_idle:
+            finished.update(self.slots.step())
+        total_s = time.perf_counter() - start
+        steps_per_call = self.engine.config.decode_steps_per_call
+        return Sample(
+            total_s=total_s,
+            prefill_s=self.engine.calls[0][0] - start,
+            decode_steps=new_tokens,
+            step_s=statistics.median(end - begin for begin, end in self.engine.calls) / steps_per_call,
+            token_ids=[finished[i].token_ids.tolist() for i in range(len(prompts))],
+        )
+
+    def submit(self, prompts: TokenIds, new_tokens: int) -> None:
+        """Queues greedy completions of the prompts."""
+        self.slots.submit(
+            [
+                CompletionRequest(
+                    ticket=i,
+                    prompt=Prompt(prompt_id=next(self._prompt_ids), token_ids=np.array(ids, np.int32), text=""),
+                    sample_index=0,
+                    sampling=SamplingConfig(temperature=0.0),
+                    max_new_tokens=new_tokens,
+                )
+                for i, ids in enumerate(prompts)
+            ]
+        )
+
+
+def bench_decode(options: DecodeOptions, console: Console | None = None) -> Path:
+    """Measures, prints a table and returns the JSON file.
+
+    Raises:
+        ValueError: peers are wanted for a model that has no folder.
+    """
+    console = console or Console()
+    console.print(f"loading {options.model}, measuring the hardware", highlight=False)
+    load_before, started = load_average(), datetime.datetime.now(datetime.UTC)
+    workload = open_workload(options)
+    if options.peers and workload.folder is None:
+        raise ValueError(f"--peers reads a model folder, but {options.model!r} is a shape with random weights; give --model a folder")
+    limits = _limits(options, console)
+    with contextlib.ExitStack() as stack:
+        peers, left_out = open_peers(workload.folder, stack) if options.peers and workload.folder else ([], {})
+        rows, profiles = [], {}
+        for batch in options.batches:
+            ours = OurDecoder(workload, batch, options)
+            rows += _measure_batch(ours, peers, workload, batch, options, left_out, console)
+            if options.profile:
+                profiles[batch] = _profile(ours, make_prompts(workload.config, batch, options.prompt_tokens, options.seed))
+    limits = limits.best(_limits(options, console))
+    costs = {batch: _cost(workload, batch, options) for batch in options.batches}
+    report = DecodeReport(
+        started=started,
+        model=workload.name,
+        origin=workload.origin,
+        options=options,
+        hardware=hardware(),
+        versions={**versions(), **{peer.name: peer.version for peer in peers}},
+        load_average=load_before,
+        limits=limits,
+        costs=costs,
+        rows=tuple(_with_limits(rows, limits, costs)),
+        left_out=left_out,
+        profiles=profiles,
+    )
+    print_report(report, console)
+    return save_report(report)
+
+
+def _measure_batch(
+    ours: OurDecoder,
+    peers: list[Peer],
+    workload: Workload,
+    batch: int,
+    options: DecodeOptions,
+    left_out: dict[str, str],
+    console: Console,
+) -> list[Row]:
+    """Runs ours and the peers by turns; a peer that fails is left out from then on, with its reason."""
+    prompts = make_prompts(workload.config, batch, options.prompt_tokens, options.seed)
+    samples: dict[str, list[Sample]] = {}
+    runners: list[Runner] = [ours, *peers]
+    for repeat in range(options.repeats + 1):
+        for runner in runners:
+            if runner.name in left_out:
+                continue
+            console.print(f"batch {batch}, {f'run {repeat}' if repeat else 'warm-up'}: {runner.name}", highlight=False)
+            try:
+                sample = _timed(runner, prompts, options, console) if repeat else runner.run(prompts, options.new_tokens)
+            except PeerError as error:
+                left_out[runner.name] = f"batch {batch}: {error}"
+                continue
+            if repeat:
+                samples.setdefault(runner.name, []).append(sample)
+    expected = samples[OURS][0].token_ids
+    return [
+        Row(runner=name, batch=batch, samples=tuple(taken), agreement=agreement(expected, taken[0].token_ids))
+        for name, taken in samples.items()
+    ]
+
+
+def _timed(runner: Runner, prompts: TokenIds, options: DecodeOptions, console: Console) -> Sample:
+    """Returns a run that other processes left alone, as far as there is one."""
+    pids = [os.getpid(), runner.pid] if runner.pid != os.getpid() else [runner.pid]
+    sample, disturbance = undisturbed(
+        lambda: runner.run(prompts, options.new_tokens), pids, options.max_disturbance, partial(console.print, highlight=False)
+    )
+    return dataclasses.replace(sample, disturbance=disturbance)
+
+
+def _limits(options: DecodeOptions, console: Console) -> DeviceLimits:
+    measure = partial(measure_limits, options.dtype, options.limits_mib << 20)
+    return undisturbed(measure, [os.getpid()], options.max_disturbance, partial(console.print, highlight=False))[0]
+
+
+def _cost(workload: Workload, batch: int, options: DecodeOptions) -> StepCost:
+    itemsize = np.dtype(jax.numpy.dtype(options.dtype)).itemsize
+    cache_tokens = mean_cache_tokens(options.prompt_tokens, options.new_tokens)
+    return step_cost(workload.config, batch=batch, cache_tokens=cache_tokens, weight_itemsize=itemsize, cache_itemsize=itemsize)
+
+
+def _with_limits(rows: Sequence[Row], limits: DeviceLimits, costs: dict[int, StepCost]) -> list[Row]:
+    """Adds to our rows the share of the limit; a peer's cache or weights may have another type, for which it would not hold."""
+    result = []
+    for row in rows:
+        least_s = costs[row.batch].limit_s(limits.read_bytes_per_s, limits.matmul_flops_per_s)
+        share = least_s / row.median("step_s") if row.runner == OURS else None
+        result.append(dataclasses.replace(row, limit_share=share))
+    return result
+
+
+def _profile(ours: OurDecoder, prompts: TokenIds) -> list[dict[str, Any]]:
+    """Traces the second call of a run, when everything is compiled and prefilled."""
+    steps = ours.engine.config.decode_steps_per_call
+    ours.submit(prompts, 2 * steps)
+    ours.slots.step()
+    profile = profile_ops(ours.slots.step, num_steps=steps)
+    while not ours.slots.is_idle:
+        ours.slots.step()
+    return profile

@@ -1,0 +1,75 @@
+"""What one decode step must read and compute at least, and the time that the hardware needs for it.
+
+A step of B slots reads every weight that takes part in a matrix product once, and the keys and values of all slots; nothing else grows
+with the model. It multiplies every such weight with B rows (2 FLOPs each), and every query head with all keys and all values of its slot.
+
+    time ≥ max(bytes / bandwidth, FLOPs / matmul peak)
+
+The embedding table counts once where it is the LM head too. Looking up B of its rows is not counted, nor are norms, softmax and sampling.
+
+Dimensions: B slots, L tokens in a slot's cache, D model, F mlp, V vocabulary, H query heads, K key-value heads, Q head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llamarl_jax.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Least work of one decode step.
+
+    Attributes:
+        weight_bytes: weights read once.
+        cache_bytes: keys and values of all slots at their mean length.
+        matmul_flops: of the weights.
+        attention_flops: of scores and mixing.
+    """
+
+    weight_bytes: float
+    cache_bytes: float
+    matmul_flops: float
+    attention_flops: float
+
+    @property
+    def num_bytes(self) -> float:
+        """All bytes."""
+        return self.weight_bytes + self.cache_bytes
+
+    @property
+    def num_flops(self) -> float:
+        """All FLOPs."""
+        return self.matmul_flops + self.attention_flops
+
+    def limit_s(self, bytes_per_s: float, flops_per_s: float) -> float:
+        """Returns the least time of the step on hardware with these rates."""
+        return max(self.num_bytes / bytes_per_s, self.num_flops / flops_per_s)
+
+
+def matmul_params(config: ModelConfig) -> int:
+    """Returns the number of weights in matrix products: layers · (D·(H + 2K)·Q + H·Q·D + 3·D·F) + V·D."""
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    attention = config.hidden_size * (q_size + 2 * kv_size) + q_size * config.hidden_size
+    mlp = 3 * config.hidden_size * config.intermediate_size
+    return config.num_layers * (attention + mlp) + config.vocab_size * config.hidden_size
+
+
+def mean_cache_tokens(prompt_tokens: int, new_tokens: int) -> float:
+    """Returns how many tokens a slot attends to on average: the first step sees the prompt, each later one a token more."""
+    return prompt_tokens + (new_tokens - 1) / 2
+
+
+def step_cost(config: ModelConfig, *, batch: int, cache_tokens: float, weight_itemsize: int, cache_itemsize: int) -> StepCost:
+    """Returns the least work of a decode step.
+
+    Args:
+        batch: slots, all live.
+        cache_tokens: mean number of tokens that a slot attends to.
+        weight_itemsize, cache_itemsize: bytes of one number.
+    """
+    params = matmul_params(config)
+    cached = 2 * config.num_kv_heads * config.head_dim * config.num_layers * batch * cache_tokens
+    attention = 4 * config.num_heads * config.head_dim * config.num_layers * batch * cache_tokens
+    return StepCost(params * weight_itemsize, cached * cache_itemsize, 2 * params * batch, attention)

@@ -1,0 +1,176 @@
+"""Where the time of a decode step goes, by operation, read from a `jax.profiler` trace.
+
+A trace names compiled operations only (`ynn_fusion.17`). The compiled programs that are alive say what each of them does, so operations
+are listed by content: opcode, what is fused into it, result shape, and the named scopes of the source. The layers of a model then
+fall together, and `calls` is how often such an operation runs in a step.
+
+Durations are of the operation itself; one that hands its work to other threads ends where its last piece does. Operations may overlap, and
+what lies between them (dispatch, waiting) belongs to none, so the shares need not sum to 1; the entry `(between operations)` is
+the part of the trace's span in which none ran.
+"""
+
+from __future__ import annotations
+
+import collections
+import re
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.profiler import ProfileData
+
+BETWEEN = "(between operations)"
+CONTAINERS = {"while", "call", "conditional"}
+"""Operations whose time is that of others."""
+TELLING = ("dot", "custom-call", "reduce", "dynamic-update-slice", "gather", "scatter", "exponential", "copy", "transpose", "convert")
+"""Opcodes that are worth naming inside a fusion; the rest is elementwise."""
+_PLUMBING = re.compile(r"^(?:jit\(.*\)|while|body|closed_call|cond|vmap\(.*\)|pjit)$")
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = (\S+|\([^=]*?\)) ([\w-]+)\(")
+_NAME = re.compile(r'op_name="([^"]*)"')
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{\s*$")
+
+
+class Interval(NamedTuple):
+    """One execution of an operation, in nanoseconds."""
+
+    module: str
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """What the compiled program says of one operation."""
+
+    opcode: str
+    label: str
+
+
+def profile_ops(run: Callable[[], Any], num_steps: int) -> list[dict[str, Any]]:
+    """Traces one call that runs `num_steps` decode steps.
+
+    Returns:
+        The operations, longest first: `name`, `step_ms` (per decode step), `share` (of the whole trace's span), `calls` (per decode step).
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            run()
+        traces = list(Path(folder).rglob("*.xplane.pb"))
+        intervals = [i for trace in traces for i in read_intervals(ProfileData.from_file(str(trace)))]
+    return summarise(intervals, instructions_of(intervals), num_steps)
+
+
+def read_intervals(data: Any) -> list[Interval]:
+    """Returns every execution of an operation in a `ProfileData`: on the accelerator's timeline if there is one, else on the host's."""
+    planes = list(data.planes)
+    devices = [plane for plane in planes if plane.name.startswith("/device:")]
+    started: dict[Any, Interval] = {}
+    ended: dict[Any, float] = {}
+    for plane in devices or planes:
+        for line in plane.lines:
+            for event in line.events:
+                stats = dict(event.stats)
+                if event.name.startswith("end: "):
+                    ended[stats.get("_c")] = event.start_ns
+                elif "hlo_op" in stats:
+                    key = stats.get("_p", ("no end marker", len(started)))
+                    end = event.start_ns + event.duration_ns
+                    started[key] = Interval(str(stats.get("hlo_module", "")), str(stats["hlo_op"]), event.start_ns, end)
+    return [interval._replace(end=max(interval.end, ended.get(key, 0.0))) for key, interval in started.items()]
+
+
+def summarise(intervals: Iterable[Interval], instructions: dict[tuple[str, str], Instruction], num_steps: int) -> list[dict[str, Any]]:
+    """Adds up executions by content; containers are left out."""
+    leaves = [i for i in intervals if not _is_container(i, instructions)]
+    if not leaves:
+        return []
+    first, last = min(i.start for i in leaves), max(i.end for i in leaves)
+    seconds: dict[str, float] = collections.defaultdict(float)
+    calls: collections.Counter[str] = collections.Counter()
+    for interval in leaves:
+        known = instructions.get((interval.module, interval.name))
+        label = known.label if known else interval.name
+        seconds[label] += interval.end - interval.start
+        calls[label] += 1
+    seconds[BETWEEN] = (last - first) - covered(leaves)
+    return [
+        {"name": name, "step_ms": ns / 1e6 / num_steps, "share": ns / (last - first), "calls": calls[name] / num_steps}
+        for name, ns in sorted(seconds.items(), key=lambda item: -item[1])
+    ]
+
+
+def covered(intervals: Iterable[Interval]) -> float:
+    """Returns the length of the union of intervals."""
+    total, reach = 0.0, float("-inf")
+    for interval in sorted(intervals, key=lambda i: i.start):
+        total += max(0.0, interval.end - max(interval.start, reach))
+        reach = max(reach, interval.end)
+    return total
+
+
+def instructions_of(intervals: Iterable[Interval]) -> dict[tuple[str, str], Instruction]:
+    """Finds the compiled programs of a trace among those alive and returns their operations by (module, name).
+
+    Where several programs have the module's name (other batch sizes), the one with the most of the operations that ran is taken, the newest
+    of those.
+    """
+    names: dict[str, set[str]] = collections.defaultdict(set)
+    for interval in intervals:
+        names[interval.module].add(interval.name)
+    best: dict[str, tuple[int, dict[str, Instruction]]] = {}
+    for executable in jax.devices()[0].client.live_executables():
+        for module in executable.hlo_modules():
+            if module.name in names:
+                found = parse_hlo(module.to_string())
+                score = len(names[module.name] & found.keys())
+                if score >= best.get(module.name, (0, {}))[0]:
+                    best[module.name] = (score, found)
+    return {(module, name): instruction for module, (_, found) in best.items() for name, instruction in found.items()}
+
+
+def parse_hlo(text: str) -> dict[str, Instruction]:
+    """Returns the operations of a compiled program by name."""
+    bodies: dict[str, list[str]] = {}
+    body: list[str] = []
+    for line in text.splitlines():
+        if match := _COMPUTATION.match(line):
+            body = bodies.setdefault(match[1], [])
+        elif _INSTRUCTION.match(line):
+            body.append(line)
+    found = {}
+    for line in (line for lines in bodies.values() for line in lines):
+        if match := _INSTRUCTION.match(line):
+            found[match[1]] = _instruction(line, match, bodies)
+    return found
+
+
+def _instruction(line: str, match: re.Match[str], bodies: dict[str, list[str]]) -> Instruction:
+    shape, opcode = re.sub(r"\{[^}]*\}", "", match[2]), match[3]
+    lines = [line]
+    if opcode in ("fusion", "call") and (called := re.search(r"(?:calls|to_apply)=%?([\w.-]+)", line)):
+        lines = bodies.get(called[1], [line])
+    opcodes = [inner[3] for inner in map(_INSTRUCTION.match, lines) if inner]
+    telling = [name for name in TELLING if name in opcodes]
+    counts = [f"{opcodes.count(name)} {name}" if opcodes.count(name) > 1 else name for name in telling]
+    kind = " + ".join(counts) or ("elementwise" if opcode == "fusion" else opcode)
+    is_container = opcode in CONTAINERS and not telling
+    return Instruction(opcode if is_container or opcode != "call" else "fusion", " ".join(filter(None, [kind, shape, _scope(line, lines)])))
+
+
+def _scope(line: str, lines: list[str]) -> str:
+    """Returns the named scopes of the products inside, else of the operation itself, without the machinery of jit and scan."""
+    names = [match[1] for text in lines if " dot(" in text and (match := _NAME.search(text))]
+    if not names and (own := _NAME.search(line)):
+        names = [own[1]]
+    scopes = {"/".join(part for part in name.split("/") if not _PLUMBING.match(part)) for name in names}
+    return ", ".join(sorted(scopes)[:3])
+
+
+def _is_container(interval: Interval, instructions: dict[tuple[str, str], Instruction]) -> bool:
+    known = instructions.get((interval.module, interval.name))
+    opcode = known.opcode if known else interval.name.partition(".")[0]
+    return opcode in CONTAINERS

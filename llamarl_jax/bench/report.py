@@ -1,0 +1,158 @@
+"""The outcome of `llamarl bench decode`: a table on the terminal and a JSON file with every number behind it."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from llamarl_jax.bench.decode_cost import StepCost
+from llamarl_jax.bench.limits import DeviceLimits
+from llamarl_jax.bench.machine import short_name
+from llamarl_jax.bench.options import DecodeOptions
+from llamarl_jax.bench.sample import Row, find_row
+
+NUM_OPS = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeReport:
+    """Everything that was measured.
+
+    Attributes:
+        model, origin: name and where the weights come from.
+        load_average: of the minute before.
+        costs: least work of a step, by batch.
+        rows: ours first at each batch.
+        left_out: peers without a row, with the reason.
+        profiles: by batch, the operations of a step, the longest first.
+    """
+
+    started: datetime.datetime
+    model: str
+    origin: str
+    options: DecodeOptions
+    hardware: Mapping[str, Any]
+    versions: Mapping[str, str]
+    load_average: float | None
+    limits: DeviceLimits
+    costs: Mapping[int, StepCost]
+    rows: tuple[Row, ...]
+    left_out: Mapping[str, str]
+    profiles: Mapping[int, list[dict[str, Any]]]
+
+
+def print_report(report: DecodeReport, console: Console) -> None:
+    """Prints the limits, the table, what was left out, and the profiles."""
+    machine, limits = report.hardware, report.limits
+    console.print(
+        f"\n{report.model} ({report.origin}), {report.options.dtype}, {report.options.prompt_tokens} + {report.options.new_tokens} tokens",
+        f"{machine['gpu'] or machine['cpu']}, {machine['cores']} cores; load average before: {report.load_average}",
+        f"limits: reads {limits.read_bytes_per_s / 1e9:,.1f} GB/s, copies {limits.copy_bytes_per_s / 1e9:,.1f} GB/s, "
+        f"matmul {limits.matmul_flops_per_s / 1e9:,.0f} GFLOP/s",
+        sep="\n",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(_table(report))
+    for name, reason in report.left_out.items():
+        console.print(f"{name} left out: {reason}", highlight=False, markup=False, soft_wrap=True)
+    for batch, ops in report.profiles.items():
+        console.print(_profile_table(batch, ops))
+
+
+def save_report(report: DecodeReport) -> Path:
+    """Writes the JSON file, never over an older one, and returns its path."""
+    folder = report.options.output_dir
+    folder.mkdir(parents=True, exist_ok=True)
+    day = report.started.strftime("%Y-%m-%d")
+    name = f"{day}-decode-{report.model.replace('/', '-')}-{report.options.dtype}-{short_name(dict(report.hardware))}"
+    path = folder / f"{name}.json"
+    number = 2
+    while path.exists():
+        path, number = folder / f"{name}-{number}.json", number + 1
+    path.write_text(json.dumps(as_plain(report), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    return path
+
+
+def as_plain(report: DecodeReport) -> dict[str, Any]:
+    """Returns the report as JSON values; the settings leave out the folders of this machine."""
+    settings = {name: value for name, value in asdict(report.options).items() if name not in ("model", "output_dir")}
+    return {
+        "benchmark": "decode",
+        "started": report.started.isoformat(timespec="seconds"),
+        "model": report.model,
+        "weights": report.origin,
+        "settings": settings,
+        "hardware": dict(report.hardware),
+        "versions": dict(report.versions),
+        "load_average_before": report.load_average,
+        "limits": asdict(report.limits),
+        "least_work_of_a_step": {str(batch): asdict(cost) for batch, cost in report.costs.items()},
+        "rows": [_plain_row(row, report) for row in report.rows],
+        "left_out": dict(report.left_out),
+        "profiles": {str(batch): ops for batch, ops in report.profiles.items()},
+    }
+
+
+def _plain_row(row: Row, report: DecodeReport) -> dict[str, Any]:
+    names = ("decode_tokens_per_s", "step_s", "prefill_s", "total_s")
+    repeats = [
+        {**{name: getattr(s, name) for name in names}, "decode_steps": s.decode_steps, "disturbance": s.disturbance} for s in row.samples
+    ]
+    return {
+        "runner": row.runner,
+        "batch": row.batch,
+        "median": {name: row.median(name) for name in names},
+        "ours_over_this": _ratio(row, report),
+        "share_of_limit": row.limit_share,
+        "tokens_equal_to_ours": row.agreement,
+        "repeats": repeats,
+    }
+
+
+def _ratio(row: Row, report: DecodeReport) -> float | None:
+    """Returns our decode rate over this row's at the same batch; None where ours is missing."""
+    ours = find_row(report.rows, report.rows[0].runner, row.batch)
+    return None if ours is None else ours.decode_tokens_per_s / row.decode_tokens_per_s
+
+
+def _table(report: DecodeReport) -> Table:
+    table = Table(title=f"decoding, medians of {report.options.repeats} runs", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for column in ("batch", "", "tok/s", "ours/this", "step ms", "limit", "prefill s", "same"):
+        table.add_column(column, justify="left" if not column else "right", no_wrap=True)
+    for row in report.rows:
+        ratio = _ratio(row, report)
+        table.add_row(
+            str(row.batch),
+            row.runner,
+            f"{row.decode_tokens_per_s:,.1f}",
+            "" if ratio is None else f"{ratio:.2f}",
+            f"{row.median('step_s') * 1e3:,.2f}",
+            "" if row.limit_share is None else f"{row.limit_share:.0%}",
+            f"{row.median('prefill_s'):.2f}",
+            f"{row.agreement:.0%}",
+            end_section=row.batch != _next_batch(report, row),
+        )
+    return table
+
+
+def _next_batch(report: DecodeReport, row: Row) -> int | None:
+    index = report.rows.index(row) + 1
+    return report.rows[index].batch if index < len(report.rows) else None
+
+
+def _profile_table(batch: int, ops: list[dict[str, Any]]) -> Table:
+    table = Table(title=f"batch {batch}: time of a decode step by operation", box=box.SIMPLE, pad_edge=False)
+    for column in ("ms", "share", "calls", "operation"):
+        table.add_column(column, justify="left" if column == "operation" else "right")
+    for op in ops[:NUM_OPS]:
+        table.add_row(f"{op['step_ms']:.3f}", f"{op['share']:.1%}", f"{op['calls']:.0f}", op["name"])
+    return table
