@@ -225,7 +225,11 @@ def _build_generator(config: Config, policy: Policy, meshes: Meshes, scorer: Rew
     return Generator(
         config=config.generator,
         engine=DecodeEngine(
-            policy.listed, meshes.generator, config.engine, eos_token_ids=policy.stop_ids(config.engine.stop_texts), seed=config.seed
+            policy.listed(config.engine.quantization),
+            meshes.generator,
+            config.engine,
+            eos_token_ids=policy.stop_ids(config.engine.stop_texts),
+            seed=config.seed,
         ),
         max_new_tokens=config.engine.max_new_tokens,
         dispatch_ahead=config.engine.dispatch_ahead,
@@ -251,7 +255,7 @@ def _build_train_step(config: Config, policy: Policy, meshes: Meshes) -> TrainSt
 
 
 def _build_weight_channel(config: Config, policy: Policy, meshes: Meshes, failure: Failure, timeline: Timeline) -> WeightChannel:
-    exporter = WeightExporter(policy.stacked, policy.listed, meshes, config.engine.dtype, config.weights)
+    exporter = WeightExporter(policy.stacked, policy.listed(config.engine.quantization), meshes, config.engine.dtype, config.weights)
     # In boundary mode every version is taken in order, and at most S + 1 of them can wait.
     staged = failure.register(Channel[WeightUpdate]("weights", capacity=config.schedule.max_staleness + 1))
     return WeightChannel(exporter, staged, config.weights, timeline, keeps_only_newest=config.schedule.mode == "in_flight")

@@ -163,9 +163,11 @@ def open_decoder(policy: Policy, placement: PlacementConfig, config: EngineConfi
     )
     configure_platform(alone)
     meshes = build_meshes(alone)
-    exporter = WeightExporter(policy.stacked, policy.listed, meshes, config.dtype, WeightsConfig())
+    exporter = WeightExporter(policy.stacked, policy.listed(config.quantization), meshes, config.dtype, WeightsConfig())
     params = exporter.send(policy.load_params(meshes.trainer))
-    engine = DecodeEngine(policy.listed, meshes.generator, config, eos_token_ids=policy.stop_ids(config.stop_texts), seed=seed)
+    engine = DecodeEngine(
+        policy.listed(config.quantization), meshes.generator, config, eos_token_ids=policy.stop_ids(config.stop_texts), seed=seed
+    )
     return SlotScheduler(engine, params, version=0, dispatch_ahead=config.dispatch_ahead)
 
 

@@ -17,17 +17,21 @@ from llamarl_jax.models.config import ModelConfig
 from llamarl_jax.models.hf_config import from_hugging_face
 from llamarl_jax.models.hugging_face import load_params
 from llamarl_jax.models.transformer import Params, TransformerSpec
+from llamarl_jax.quantization.fp8 import QuantizationConfig
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A model without its weights; `stacked` is the form for training, `listed` the form for decoding."""
+    """A model without its weights; `stacked` is the form for training."""
 
     folder: Path
     config: ModelConfig
     tokenizer: Tokenizer
     stacked: TransformerSpec
-    listed: TransformerSpec
+
+    def listed(self, quantization: QuantizationConfig) -> TransformerSpec:
+        """Returns the form for decoding."""
+        return TransformerSpec.build(self.config, is_scanned=False, quantization=quantization)
 
     def load_params(self, mesh: Mesh, dtype: Any = jnp.float32) -> Params:
         """Reads the weights of the folder straight into the stacked form's sharding on `mesh`."""
@@ -61,5 +65,4 @@ def open_policy(name: str) -> Policy:
         config,
         tokenizer,
         TransformerSpec.build(config, is_scanned=True),
-        TransformerSpec.build(config, is_scanned=False),
     )

@@ -74,6 +74,7 @@ class OurDecoder:
             max_new_tokens=options.new_tokens,
             decode_steps_per_call=options.decode_steps_per_call,
             dtype=options.dtype,
+            quantization=workload.spec.quantization,
         )
         self.pid = os.getpid()
         self.engine = TimedEngine(workload, config, options.seed)
@@ -204,7 +205,14 @@ def _limits(options: DecodeOptions, console: Console) -> DeviceLimits:
 def _cost(workload: Workload, batch: int, options: DecodeOptions) -> StepCost:
     itemsize = np.dtype(jax.numpy.dtype(options.dtype)).itemsize
     cache_tokens = mean_cache_tokens(options.prompt_tokens, options.new_tokens)
-    return step_cost(workload.config, batch=batch, cache_tokens=cache_tokens, weight_itemsize=itemsize, cache_itemsize=itemsize)
+    return step_cost(
+        workload.config,
+        batch=batch,
+        cache_tokens=cache_tokens,
+        kernel_itemsize=itemsize if options.quantization == "none" else 1,
+        head_itemsize=itemsize,
+        cache_itemsize=itemsize,
+    )
 
 
 def _with_limits(rows: Sequence[Row], limits: DeviceLimits, costs: dict[int, StepCost]) -> list[Row]:

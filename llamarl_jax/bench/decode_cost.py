@@ -48,12 +48,12 @@ class StepCost:
         return max(self.num_bytes / bytes_per_s, self.num_flops / flops_per_s)
 
 
-def matmul_params(config: ModelConfig) -> int:
-    """Returns the number of weights in matrix products: layers · (D·(H + 2K)·Q + H·Q·D + 3·D·F) + V·D."""
+def kernel_params(config: ModelConfig) -> int:
+    """Returns the number of weights in the layers' matrix products: layers · (D·(H + 2K)·Q + H·Q·D + 3·D·F)."""
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     attention = config.hidden_size * (q_size + 2 * kv_size) + q_size * config.hidden_size
     mlp = 3 * config.hidden_size * config.intermediate_size
-    return config.num_layers * (attention + mlp) + config.vocab_size * config.hidden_size
+    return config.num_layers * (attention + mlp)
 
 
 def mean_cache_tokens(prompt_tokens: int, new_tokens: int) -> float:
@@ -61,15 +61,18 @@ def mean_cache_tokens(prompt_tokens: int, new_tokens: int) -> float:
     return prompt_tokens + (new_tokens - 1) / 2
 
 
-def step_cost(config: ModelConfig, *, batch: int, cache_tokens: float, weight_itemsize: int, cache_itemsize: int) -> StepCost:
+def step_cost(
+    config: ModelConfig, *, batch: int, cache_tokens: float, kernel_itemsize: int, head_itemsize: int, cache_itemsize: int
+) -> StepCost:
     """Returns the least work of a decode step.
 
     Args:
         batch: slots, all live.
         cache_tokens: mean number of tokens that a slot attends to.
-        weight_itemsize, cache_itemsize: bytes of one number.
+        kernel_itemsize, head_itemsize, cache_itemsize: bytes of one number in the layers' kernels, the LM head and the cache.
     """
-    params = matmul_params(config)
+    kernels, head = kernel_params(config), config.vocab_size * config.hidden_size
     cached = 2 * config.num_kv_heads * config.head_dim * config.num_layers * batch * cache_tokens
     attention = 4 * config.num_heads * config.head_dim * config.num_layers * batch * cache_tokens
-    return StepCost(params * weight_itemsize, cached * cache_itemsize, 2 * params * batch, attention)
+    weight_bytes = kernels * kernel_itemsize + head * head_itemsize
+    return StepCost(weight_bytes, cached * cache_itemsize, 2 * (kernels + head) * batch, attention)

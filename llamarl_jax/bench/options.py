@@ -23,6 +23,8 @@ class DecodeOptions:
     """Length of every completion; nothing ends earlier."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights, activations and KV cache."""
+    quantization: Literal["none", "w8a16", "w8a8"] = "none"
+    """float8 weights, alone or with float8 activations, as `engine.quantization.mode` of a config."""
     repeats: int = 3
     """Timed runs of each batch after one that compiles; medians are reported."""
     decode_steps_per_call: int = 8

@@ -53,7 +53,8 @@ def print_report(report: DecodeReport, console: Console) -> None:
     """Prints the limits, the table, what was left out, and the profiles."""
     machine, limits = report.hardware, report.limits
     console.print(
-        f"\n{report.model} ({report.origin}), {report.options.dtype}, {report.options.prompt_tokens} + {report.options.new_tokens} tokens",
+        f"\n{report.model} ({report.origin}), {report.options.dtype}{_fp8(report.options)}, "
+        f"{report.options.prompt_tokens} + {report.options.new_tokens} tokens",
         f"{machine['gpu'] or machine['cpu']}, {machine['cores']} cores; load average before: {report.load_average}",
         f"limits: reads {limits.read_bytes_per_s / 1e9:,.1f} GB/s, copies {limits.copy_bytes_per_s / 1e9:,.1f} GB/s, "
         f"matmul {limits.matmul_flops_per_s / 1e9:,.0f} GFLOP/s",
@@ -73,7 +74,7 @@ def save_report(report: DecodeReport) -> Path:
     folder = report.options.output_dir
     folder.mkdir(parents=True, exist_ok=True)
     day = report.started.strftime("%Y-%m-%d")
-    name = f"{day}-decode-{report.model.replace('/', '-')}-{report.options.dtype}-{short_name(dict(report.hardware))}"
+    name = f"{day}-decode-{report.model.replace('/', '-')}-{report.options.dtype}{_fp8(report.options)}-{short_name(dict(report.hardware))}"
     path = folder / f"{name}.json"
     number = 2
     while path.exists():
@@ -156,3 +157,7 @@ def _profile_table(batch: int, ops: list[dict[str, Any]]) -> Table:
     for op in ops[:NUM_OPS]:
         table.add_row(f"{op['step_ms']:.3f}", f"{op['share']:.1%}", f"{op['calls']:.0f}", op["name"])
     return table
+
+
+def _fp8(options: DecodeOptions) -> str:
+    return "" if options.quantization == "none" else f"-{options.quantization}"

@@ -19,8 +19,9 @@ from llamarl_jax.engine.engine import EngineConfig
 from llamarl_jax.evaluate import open_decoder
 from llamarl_jax.meshes import PlacementConfig, build_meshes
 from llamarl_jax.models.config import ModelConfig
-from llamarl_jax.models.transformer import INIT_SCALE, Params, TransformerSpec
+from llamarl_jax.models.transformer import INIT_SCALE, Params, TransformerSpec, decoder_dtype
 from llamarl_jax.policy import open_policy
+from llamarl_jax.quantization.fp8 import QuantizationConfig
 
 PLACEMENT = PlacementConfig(kind="shared")
 
@@ -73,13 +74,14 @@ class Workload:
 
 def open_workload(options: DecodeOptions) -> Workload:
     """Loads the weights as training does, through the weight export, or makes random ones."""
+    quantization = QuantizationConfig(mode=options.quantization)
     if options.model in SHAPES:
         config, mesh = SHAPES[options.model], build_meshes(PLACEMENT).generator
-        spec = TransformerSpec.build(config, is_scanned=False)
+        spec = TransformerSpec.build(config, is_scanned=False, quantization=quantization)
         origin = f"random weights, seed {options.seed}"
         return Workload(options.model, None, origin, config, spec, mesh, random_params(spec, mesh, options.dtype, options.seed))
     policy = open_policy(options.model)
-    smallest = EngineConfig(num_slots=1, max_prompt_tokens=1, max_new_tokens=1, dtype=options.dtype)
+    smallest = EngineConfig(num_slots=1, max_prompt_tokens=1, max_new_tokens=1, dtype=options.dtype, quantization=quantization)
     params = open_decoder(policy, PLACEMENT, smallest, options.seed).params
     is_path = Path(options.model).expanduser().is_dir()
     return Workload(
@@ -87,7 +89,7 @@ def open_workload(options: DecodeOptions) -> Workload:
         policy.folder,
         "a local folder" if is_path else f"llamarl fetch {options.model}",
         policy.config,
-        policy.listed,
+        policy.listed(quantization),
         build_meshes(PLACEMENT).generator,
         params,
     )
@@ -96,14 +98,14 @@ def open_workload(options: DecodeOptions) -> Workload:
 def random_params(spec: TransformerSpec, mesh: Mesh, dtype: Any, seed: int) -> Params:
     """Returns random weights in `dtype`, a leaf at a time, so that one program per shape is compiled and no float32 copy is kept."""
 
-    @partial(jax.jit, static_argnames=("shape", "sharding"))
-    def normal(key: jax.Array, shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> jax.Array:
+    @partial(jax.jit, static_argnames=("shape", "sharding", "dtype"))
+    def normal(key: jax.Array, shape: tuple[int, ...], sharding: jax.sharding.Sharding, dtype: Any) -> jax.Array:
         return jax.lax.with_sharding_constraint((jax.random.normal(key, shape) * INIT_SCALE).astype(dtype), sharding)
 
     def make(path: Any, shape: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding, number: int) -> jax.Array:
-        if path[-1].key == "scale":
-            return jax.device_put(jnp.ones(shape.shape, dtype), sharding)
-        return normal(jax.random.fold_in(jax.random.key(seed), number), shape.shape, sharding)
+        if path[-1].key in ("scale", "kernel_scale"):
+            return jax.device_put(jnp.ones(shape.shape, shape.dtype), sharding)
+        return normal(jax.random.fold_in(jax.random.key(seed), number), shape.shape, sharding, decoder_dtype(path, shape, dtype))
 
     numbers = jax.tree.unflatten(jax.tree.structure(spec.shapes), range(len(jax.tree.leaves(spec.shapes))))
     return jax.tree_util.tree_map_with_path(make, spec.shapes, spec.shardings(mesh), numbers)

@@ -18,7 +18,7 @@ Dimensions: S slots, N steps of a call, R prompts of a prefill, P prompt tokens,
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -33,6 +33,7 @@ from llamarl_jax.engine.sampling import SamplingArrays, completion_key, sample, 
 from llamarl_jax.meshes import named_sharding, replicated
 from llamarl_jax.models.kv_cache import CACHE_AXES, KVCache, LayerCache, init_cache, resize
 from llamarl_jax.models.transformer import Params, TransformerSpec, axis_units
+from llamarl_jax.quantization.fp8 import QuantizationConfig
 
 MIN_BUCKET_TOKENS = 16
 MIN_CACHE_TOKENS = 64
@@ -60,6 +61,8 @@ class EngineConfig:
     """Most prompt tokens computed between two decode calls: longer prompts are prefilled in chunks, shorter ones together."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights, activations and KV cache in the decoder."""
+    quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
+    """float8 weights."""
     stop_texts: tuple[str, ...] = ()
     """Texts of one token each that end a completion besides the model's end-of-sequence ids, such as a newline for plain prompts."""
 

@@ -34,29 +34,47 @@ from llamarl_jax.models.attention import attend
 from llamarl_jax.models.config import ModelConfig
 from llamarl_jax.models.kv_cache import KVCache, LayerCache, write
 from llamarl_jax.models.rope import rope_tables, rotate
+from llamarl_jax.quantization.fp8 import DTYPE as FP8_DTYPE
+from llamarl_jax.quantization.fp8 import Mode, QuantizationConfig, fp8_linear, quantize
 
 UNKNOWN_ID_LOGIT = -1e30
 INIT_SCALE = 0.02
+UNQUANTIZED = QuantizationConfig()
 
 Params = dict[str, Any]
 Rope = tuple[Float[Array, "B T Q"], Float[Array, "B T Q"]]
 
 
 class Linear(nnx.Module):
-    """y = x · kernelᵀ + bias, with kernel (out, in)."""
+    """y = x · kernelᵀ + bias, with kernel (out, in); a float8 kernel has one scale for each output."""
 
     def __init__(
-        self, out_size: int, in_size: int, axes: tuple[str, str], *, lead: tuple[int, ...], rngs: nnx.Rngs, has_bias: bool = False
+        self,
+        out_size: int,
+        in_size: int,
+        axes: tuple[str, str],
+        *,
+        lead: tuple[int, ...],
+        rngs: nnx.Rngs,
+        has_bias: bool = False,
+        mode: Mode = "none",
     ):
-        names = ("layers",) * len(lead)
+        names: tuple[str, ...] = ("layers",) * len(lead)
+        self.mode: Mode = mode
         kernel = jax.random.normal(rngs.params(), (*lead, out_size, in_size)) * INIT_SCALE
+        scale = None
+        if mode != "none":
+            kernel, scale = quantize(kernel)
         self.kernel = nnx.Param(kernel, logical_axes=(*names, *axes))
+        self.kernel_scale = None if scale is None else nnx.Param(scale, logical_axes=(*names, axes[0]))
         self.bias = nnx.Param(jnp.zeros((*lead, out_size)), logical_axes=(*names, axes[0])) if has_bias else None
 
     def __call__(self, x: Float[Array, "B T I"]) -> Float[Array, "B T O"]:
-        """Applies the layer; the kernel is cast to the dtype of `x`."""
-        kernel = self.kernel[...].astype(x.dtype)
-        y = jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (1,)), ((), ())))
+        """Applies the layer in the dtype of `x`."""
+        if self.kernel_scale is None:
+            y = jax.lax.dot_general(x, self.kernel[...].astype(x.dtype), (((x.ndim - 1,), (1,)), ((), ())))
+        else:
+            y = fp8_linear(x, self.kernel[...], self.kernel_scale[...], self.mode)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
 
@@ -77,17 +95,23 @@ class RMSNorm(nnx.Module):
 class Attention(nnx.Module):
     """Grouped-query attention with rotary positions; optional biases (Qwen2.5) and per-head norms (Qwen3)."""
 
-    def __init__(self, config: ModelConfig, *, lead: tuple[int, ...], rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, lead: tuple[int, ...], rngs: nnx.Rngs, quantization: QuantizationConfig):
         self.config, self.is_fused = config, not lead
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         linear = partial(Linear, lead=lead, rngs=rngs)
         if self.is_fused:
-            self.qkv_proj = linear(q_size + 2 * kv_size, config.hidden_size, ("qkv", "embed"), has_bias=config.has_qkv_bias)
+            self.qkv_proj = linear(
+                q_size + 2 * kv_size,
+                config.hidden_size,
+                ("qkv", "embed"),
+                has_bias=config.has_qkv_bias,
+                mode=quantization.mode_of("qkv_proj"),
+            )
         else:
             self.q_proj = linear(q_size, config.hidden_size, ("heads", "embed"), has_bias=config.has_qkv_bias)
             self.k_proj = linear(kv_size, config.hidden_size, ("kv_heads", "embed"), has_bias=config.has_qkv_bias)
             self.v_proj = linear(kv_size, config.hidden_size, ("kv_heads", "embed"), has_bias=config.has_qkv_bias)
-        self.o_proj = linear(config.hidden_size, q_size, ("embed", "heads"))
+        self.o_proj = linear(config.hidden_size, q_size, ("embed", "heads"), mode=quantization.mode_of("o_proj"))
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, lead=lead) if config.has_qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, lead=lead) if config.has_qk_norm else None
 
@@ -119,15 +143,17 @@ class Attention(nnx.Module):
 class Mlp(nnx.Module):
     """down(silu(gate(x)) · up(x)). "GLU Variants Improve Transformer", Shazeer, arXiv 2002.05202."""
 
-    def __init__(self, config: ModelConfig, *, lead: tuple[int, ...], rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, lead: tuple[int, ...], rngs: nnx.Rngs, quantization: QuantizationConfig):
         linear = partial(Linear, lead=lead, rngs=rngs)
         self.block, self.is_fused = gate_up_block(config), not lead
         if self.is_fused:
-            self.gate_up_proj = linear(2 * config.intermediate_size, config.hidden_size, ("gate_up", "embed"))
+            self.gate_up_proj = linear(
+                2 * config.intermediate_size, config.hidden_size, ("gate_up", "embed"), mode=quantization.mode_of("gate_up_proj")
+            )
         else:
             self.gate_proj = linear(config.intermediate_size, config.hidden_size, ("mlp", "embed"))
             self.up_proj = linear(config.intermediate_size, config.hidden_size, ("mlp", "embed"))
-        self.down_proj = linear(config.hidden_size, config.intermediate_size, ("embed", "mlp"))
+        self.down_proj = linear(config.hidden_size, config.intermediate_size, ("embed", "mlp"), mode=quantization.mode_of("down_proj"))
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Applies the gated mlp."""
@@ -140,11 +166,11 @@ class Mlp(nnx.Module):
 class Block(nnx.Module):
     """One pre-norm layer: attention and mlp, each behind a norm and a residual. `lead` is (num_layers,) for stacked parameters."""
 
-    def __init__(self, config: ModelConfig, *, lead: tuple[int, ...], rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, lead: tuple[int, ...], rngs: nnx.Rngs, quantization: QuantizationConfig):
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, lead=lead)
-        self.attention = Attention(config, lead=lead, rngs=rngs)
+        self.attention = Attention(config, lead=lead, rngs=rngs, quantization=quantization)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, lead=lead)
-        self.mlp = Mlp(config, lead=lead, rngs=rngs)
+        self.mlp = Mlp(config, lead=lead, rngs=rngs, quantization=quantization)
 
     def __call__(
         self, x: Float[Array, "B T D"], rope: Rope, mask: Bool[Array, "B T C"], start: Int[Array, " B"] | None, cache: LayerCache | None
@@ -161,13 +187,13 @@ class Block(nnx.Module):
 class Transformer(nnx.Module):
     """The whole network up to the logits; see the module docstring for its two forms."""
 
-    def __init__(self, config: ModelConfig, *, is_scanned: bool, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, is_scanned: bool, rngs: nnx.Rngs, quantization: QuantizationConfig = UNQUANTIZED):
         self.config = config
         self.embed = Embedding(config, rngs=rngs)
         if is_scanned:
-            self.layers = Block(config, lead=(config.num_layers,), rngs=rngs)
+            self.layers = Block(config, lead=(config.num_layers,), rngs=rngs, quantization=UNQUANTIZED)
         else:
-            self.layers = nnx.List([Block(config, lead=(), rngs=rngs) for _ in range(config.num_layers)])
+            self.layers = nnx.List([Block(config, lead=(), rngs=rngs, quantization=quantization) for _ in range(config.num_layers)])
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, lead=())
         if not config.is_tied_embedding:
             self.lm_head = Linear(config.vocab_size, config.hidden_size, ("vocab", "embed"), lead=(), rngs=rngs)
@@ -259,7 +285,7 @@ class TransformerSpec:
 
     Attributes:
         graph: static structure for `bind`.
-        shapes: nested dict of ShapeDtypeStruct (float32).
+        shapes: nested dict of ShapeDtypeStruct (float32, or float8 where quantised).
         axes: nested dict of tuples of logical axis names.
     """
 
@@ -267,31 +293,43 @@ class TransformerSpec:
     graph: Any
     shapes: Params
     axes: Params
+    quantization: QuantizationConfig = UNQUANTIZED
 
     @classmethod
-    def build(cls, config: ModelConfig, *, is_scanned: bool) -> TransformerSpec:
-        """Traces the constructor; allocates nothing."""
-        model = nnx.eval_shape(lambda: Transformer(config, is_scanned=is_scanned, rngs=nnx.Rngs(0)))
+    def build(cls, config: ModelConfig, *, is_scanned: bool, quantization: QuantizationConfig = UNQUANTIZED) -> TransformerSpec:
+        """Traces the constructor; allocates nothing. Only the list form can be quantised."""
+        model = nnx.eval_shape(lambda: Transformer(config, is_scanned=is_scanned, rngs=nnx.Rngs(0), quantization=quantization))
         graph, state = nnx.split(model)
         axes = jax.tree.map(lambda v: v.get_metadata("logical_axes"), state, is_leaf=lambda v: isinstance(v, nnx.Variable))
-        return cls(config, graph, nnx.to_pure_dict(state), nnx.to_pure_dict(axes))
+        return cls(config, graph, nnx.to_pure_dict(state), nnx.to_pure_dict(axes), quantization)
 
     def bind(self, params: Params) -> Transformer:
         """Returns the module with these parameters; cheap, meant to be called inside jit."""
         return nnx.merge(self.graph, params)
+
+    def decoder_shapes(self, dtype: Any) -> Params:
+        """Returns the shapes with the types that the decoder holds: `dtype`, but float8 kernels, their scales and all norms as they are."""
+        return jax.tree_util.tree_map_with_path(lambda path, x: jax.ShapeDtypeStruct(x.shape, decoder_dtype(path, x, dtype)), self.shapes)
 
     def shardings(self, mesh: Mesh) -> Params:
         """Returns the sharding of every parameter on `mesh`."""
         return jax.tree.map(lambda shape, axes: named_sharding(mesh, axes, shape.shape, axis_units(self.config)), self.shapes, self.axes)
 
     def init(self, seed: int, mesh: Mesh) -> Params:
-        """Returns random float32 parameters, made on the mesh in their final sharding."""
+        """Returns random parameters of the spec's types, made on the mesh in their final sharding."""
 
         def make() -> Params:
-            model = Transformer(self.config, is_scanned=self.shapes["layers"].get("attention") is not None, rngs=nnx.Rngs(seed))
+            is_scanned = self.shapes["layers"].get("attention") is not None
+            model = Transformer(self.config, is_scanned=is_scanned, rngs=nnx.Rngs(seed), quantization=self.quantization)
             return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
         return jax.jit(make, out_shardings=self.shardings(mesh))()
+
+
+def decoder_dtype(path: tuple[Any, ...], leaf: Any, dtype: Any) -> Any:
+    """Returns the type of one parameter in a decoder that computes in `dtype`; norms and scales are few numbers that touch every token."""
+    is_kept = leaf.dtype == FP8_DTYPE or path[-1].key in ("scale", "kernel_scale")
+    return leaf.dtype if is_kept else jnp.dtype(dtype)
 
 
 def axis_units(config: ModelConfig) -> Mapping[str, int]:

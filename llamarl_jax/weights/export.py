@@ -1,8 +1,8 @@
 """Turns the trainer's weights into the decoder's, on the trainer mesh, so that the move to the generator mesh is a plain copy.
 
 The trainer holds float32 parameters stacked over layers and split over fsdp × tensor. The decoder wants another dtype, a list of
-layers, and a split over its own tensor axis. One jitted program per bucket does all of it at once: cast, unstack, and reshard to
-slices that are exactly the slices the generator's devices hold. A `jax.device_put` between arrays with equal slices goes from
+layers, and a split over its own tensor axis. One jitted program per bucket does all of it at once: unstack, fuse, quantise or cast, and
+reshard to slices that are exactly the slices the generator's devices hold. A `jax.device_put` between arrays with equal slices goes from
 device to device; between unequal ones JAX gathers through host memory without a word, which is the fault this module exists
 to exclude.
 
@@ -30,7 +30,8 @@ from jaxtyping import Array, Int
 
 from llamarl_jax.meshes import Meshes, build_mesh
 from llamarl_jax.models.decoding_form import fuse_layer
-from llamarl_jax.models.transformer import Params, TransformerSpec
+from llamarl_jax.models.transformer import Params, TransformerSpec, decoder_dtype
+from llamarl_jax.quantization.fp8 import quantize_layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +82,7 @@ class WeightExporter:
     @property
     def num_bytes(self) -> int:
         """Bytes of one copy of the decoder's weights."""
-        return tree_bytes(self._generator.shapes, self._dtype)
+        return tree_bytes(self._generator.decoder_shapes(self._dtype))
 
     def buckets(self, params: Params) -> Iterator[Params]:
         """Yields the decoder's weights on the trainer mesh, a bucket at a time, each a part of the final nested dict."""
@@ -109,14 +110,19 @@ class WeightExporter:
 
     def _cast_layers(self, layers: Params, first: Int[Array, ""], *, num_layers: int) -> list[Params]:
         def cut(x: Array) -> Array:
-            return jax.lax.dynamic_slice_in_dim(x, first, num_layers).astype(self._dtype)
+            return jax.lax.dynamic_slice_in_dim(x, first, num_layers)
 
         part = jax.tree.map(cut, layers)
-        return [fuse_layer(jax.tree.map(lambda x, i=i: x[i], part), self._generator.config) for i in range(num_layers)]
+        config, quantization = self._generator.config, self._generator.quantization
+        fused = [fuse_layer(jax.tree.map(lambda x, i=i: x[i], part), config) for i in range(num_layers)]
+        return [self._cast(quantize_layer(layer, quantization)) for layer in fused]
 
     def _cast_rest(self, rest: Params) -> Params:
         # A copy even where the dtype is right: jit would hand out its own argument, which the next training step donates.
-        return jax.tree.map(lambda x: jnp.copy(x.astype(self._dtype)), rest)
+        return jax.tree.map(jnp.copy, self._cast(rest))
+
+    def _cast(self, params: Params) -> Params:
+        return jax.tree_util.tree_map_with_path(lambda path, x: x.astype(decoder_dtype(path, x, self._dtype)), params)
 
 
 def checksums(params: Params) -> Params:

@@ -1,7 +1,7 @@
 import jax
 import pytest
 
-from llamarl_jax.bench.decode_cost import StepCost, matmul_params, mean_cache_tokens, step_cost
+from llamarl_jax.bench.decode_cost import StepCost, kernel_params, mean_cache_tokens, step_cost
 from llamarl_jax.models.config import ModelConfig
 from llamarl_jax.models.transformer import TransformerSpec
 
@@ -19,15 +19,15 @@ CONFIG = ModelConfig(
 
 def test_a_step_worked_out_by_hand():
     # A layer: q 4·4, k 4·2, v 4·2, o 4·4 = 48; gate, up, down 3·4·6 = 72. Two layers: 240. LM head 10·4 = 40.
-    assert matmul_params(CONFIG) == 280
-    cost = step_cost(CONFIG, batch=3, cache_tokens=5, weight_itemsize=4, cache_itemsize=2)
+    assert kernel_params(CONFIG) == 240
+    cost = step_cost(CONFIG, batch=3, cache_tokens=5, kernel_itemsize=1, head_itemsize=4, cache_itemsize=2)
     assert cost == StepCost(
-        weight_bytes=280 * 4,
+        weight_bytes=240 + 40 * 4,
         cache_bytes=2 * (1 * 2) * 2 * 3 * 5 * 2,  # keys and values, one head of 2, two layers, three slots, five tokens, two bytes
         matmul_flops=2 * 280 * 3,
         attention_flops=2 * (2 * (2 * 2) * 5) * 2 * 3,  # scores and mixing, 2 FLOPs for each of two heads of 2 and five tokens
     )
-    assert (cost.num_bytes, cost.num_flops) == (1120 + 240, 1680 + 480)
+    assert (cost.num_bytes, cost.num_flops) == (400 + 240, 1680 + 480)
 
 
 def test_the_slower_of_memory_and_arithmetic_sets_the_limit():
@@ -40,10 +40,6 @@ def test_the_mean_length_is_that_of_all_steps():
     assert mean_cache_tokens(64, 128) == pytest.approx(sum(64 + step for step in range(128)) / 128)
 
 
-@pytest.mark.parametrize("is_tied", [True, False])
-def test_the_kernels_of_the_real_model_are_counted(is_tied):
-    config = ModelConfig(**{**vars(CONFIG), "is_tied_embedding": is_tied})
-    leaves = jax.tree_util.tree_leaves_with_path(TransformerSpec.build(config, is_scanned=True).shapes)
-    read = "embedding" if is_tied else "kernel"
-    kernels = sum(leaf.size for path, leaf in leaves if path[-1].key in ("kernel", read))
-    assert matmul_params(config) == kernels
+def test_the_kernels_of_the_real_model_are_counted():
+    leaves = jax.tree_util.tree_leaves_with_path(TransformerSpec.build(CONFIG, is_scanned=True).shapes)
+    assert kernel_params(CONFIG) == sum(leaf.size for path, leaf in leaves if path[-1].key == "kernel")

@@ -24,6 +24,7 @@ from llamarl_jax.meshes import build_meshes
 from llamarl_jax.models.hf_export import export_model
 from llamarl_jax.models.hugging_face import open_tensors
 from llamarl_jax.policy import open_policy
+from llamarl_jax.quantization.fp8 import QuantizationConfig
 from llamarl_jax.rewards.api import RewardInput, RewardTerm
 from llamarl_jax.rewards.exact import DigitShare
 from llamarl_jax.rewards.pool import RewardFailureError
@@ -77,8 +78,14 @@ def _plain_loop(config, folder):
     stream = PromptStream(config.prompts, policy.tokenizer, max_prompt_tokens=config.engine.max_prompt_tokens, seed=config.seed)
     step_functions = TrainStep(policy.stacked, meshes.trainer, config.trainer, num_steps=config.schedule.num_steps, temperature=1.0)
     state = step_functions.init_state(policy.load_params(meshes.trainer))
-    exporter = WeightExporter(policy.stacked, policy.listed, meshes, config.engine.dtype, config.weights)
-    engine = DecodeEngine(policy.listed, meshes.generator, config.engine, eos_token_ids=policy.config.eos_token_ids, seed=config.seed)
+    exporter = WeightExporter(policy.stacked, policy.listed(config.engine.quantization), meshes, config.engine.dtype, config.weights)
+    engine = DecodeEngine(
+        policy.listed(config.engine.quantization),
+        meshes.generator,
+        config.engine,
+        eos_token_ids=policy.config.eos_token_ids,
+        seed=config.seed,
+    )
     slots, position, reward = SlotScheduler(engine, exporter.send(state.params), 0), 0, DigitShare()
     for step in range(config.schedule.num_steps):
         prompts = []
@@ -276,3 +283,27 @@ def test_reference_policy_and_entropy_terms_run(tmp_path):
     rows = run(tiny_config(tmp_path, trainer=trainer, schedule={"max_staleness": 0})).rows
     assert rows[0]["kl/reference"] == pytest.approx(0, abs=1e-6)
     assert rows[-1]["kl/reference"] > 1e-6
+
+
+@pytest.mark.parametrize("mode", ["w8a16", "w8a8"])
+def test_a_float8_decoder_stays_close_to_the_trainer_after_several_steps_and_syncs(tmp_path, mode):
+    """At staleness 0 the distance of π and μ is the rounding alone: it is there, bounded, and does not grow from sync to sync."""
+    config = tiny_config(
+        tmp_path,
+        schedule={"max_staleness": 0, "num_steps": 6, "groups_per_step": 6, "group_size": 8},
+        engine={"quantization": QuantizationConfig(mode=mode)},
+        weights={"verify": "always"},
+    )
+    rows = run(config).rows
+    plain = dataclasses.replace(
+        config, run_dir=str(tmp_path / "plain"), engine=dataclasses.replace(config.engine, quantization=QuantizationConfig())
+    )
+    assert rows[0]["sync/bytes"] < 0.5 * run(plain).rows[0]["sync/bytes"]  # float8 kernels, float32 embedding
+    assert any(row["trainer/grad_norm"] > 0 for row in rows[:-1])
+    for row in rows:
+        assert 1e-4 < row["mismatch/logprob_abs_mean"] < 0.1
+        assert row["mismatch/logprob_abs_max"] < 0.5
+        assert row["policy/kl_behaviour"] < 0.01
+        assert row["ratio/effective_sample_size"] > 0.98
+        assert row["sync/is_verified"] == 1
+    assert rows[-1]["mismatch/logprob_abs_mean"] < 3 * rows[0]["mismatch/logprob_abs_mean"]

@@ -5,6 +5,8 @@ import pytest
 from jax._src.array import ArrayImpl  # the only place where a transfer through host memory can be seen
 
 from llamarl_jax.meshes import Meshes, build_mesh
+from llamarl_jax.models.transformer import TransformerSpec
+from llamarl_jax.quantization.fp8 import QuantizationConfig
 from llamarl_jax.weights.export import WeightExporter, WeightsConfig, checksums, tree_bytes
 from tests.engine.tiny_engine import CONFIG, LISTED, STACKED, random_params, unstack
 
@@ -50,7 +52,7 @@ def test_every_leaf_arrives_exactly_in_its_sharding_without_touching_the_host(pa
     with monkeypatch.context() as patch:
         patch.setattr(ArrayImpl, "_value", property(bounce))
         arrived = jax.block_until_ready(exporter.send(placed))
-    expected = jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), unstack(params))
+    expected = _as_decoded(unstack(params), dtype)
     assert jax.tree.structure(arrived) == jax.tree.structure(expected)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(arrived), expected)
     jax.tree.map(
@@ -60,6 +62,36 @@ def test_every_leaf_arrives_exactly_in_its_sharding_without_touching_the_host(pa
     )
     assert {d for x in jax.tree.leaves(arrived) for d in x.sharding.device_set} == set(meshes.generator.devices.flat)
     assert exporter.num_bytes == tree_bytes(expected)
+
+
+def _as_decoded(params, dtype):
+    """Norms stay float32."""
+    return jax.tree_util.tree_map_with_path(lambda path, x: x if path[-1].key == "scale" else x.astype(jnp.dtype(dtype)), params)
+
+
+@pytest.mark.parametrize(("trainer", "generator"), [((1, 1, 1), (1, 1)), ((1, 2, 2), (2, 2)), ((1, 4, 1), (1, 2))])
+def test_float8_weights_are_made_on_the_trainer_mesh_from_its_masters(params, trainer, generator):
+    """Half the bytes of bfloat16, the same values on every mesh, within half a step of the masters."""
+    meshes = _meshes(trainer, generator)
+    spec = TransformerSpec.build(CONFIG, is_scanned=False, quantization=QuantizationConfig(mode="w8a8"))
+    exporter = WeightExporter(STACKED, spec, meshes, "bfloat16", WeightsConfig(bucket_bytes=1))
+    arrived = exporter.send(jax.device_put(params, STACKED.shardings(meshes.trainer)))
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), arrived) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), spec.decoder_shapes(jnp.bfloat16)
+    )
+    for layer, masters in zip(arrived["layers"].values(), unstack(params)["layers"].values(), strict=True):
+        for part, name in (("attention", "qkv_proj"), ("attention", "o_proj"), ("mlp", "gate_up_proj"), ("mlp", "down_proj")):
+            linear, master = jax.device_get(layer[part][name]), masters[part][name]["kernel"]
+            assert linear["kernel"].dtype == jnp.float8_e4m3fn
+            scale = np.abs(master).max(axis=1) / 448
+            np.testing.assert_allclose(linear["kernel_scale"], scale, rtol=1e-6)
+            error = np.abs(linear["kernel"].astype(np.float32) * linear["kernel_scale"][:, None] - master)
+            assert (error <= np.maximum(np.abs(master) / 16, scale[:, None] * 2.0**-10) * 1.001).all()  # 3 bits of mantissa, subnormals
+        assert layer["attention_norm"]["scale"].dtype == jnp.float32
+    half = WeightExporter(STACKED, LISTED, meshes, "bfloat16", WeightsConfig())
+    assert exporter.num_bytes == tree_bytes(arrived)
+    kernels = CONFIG.num_layers * (48 * 96 + 48 * 48 + 3 * 48 * 96)
+    assert half.num_bytes - exporter.num_bytes == kernels - CONFIG.num_layers * 4 * (96 + 48 + 192 + 48)
 
 
 def test_the_detector_sees_a_bounce(params, monkeypatch):

@@ -1,0 +1,94 @@
+"""float8 weights for the decoder: one scale for each output channel, made from the float32 masters before the weights travel.
+
+`w8a16` keeps activations as they are and multiplies by the weights' values. `w8a8` also rounds activations, with one scale for each token,
+and multiplies float8 by float8: on NVIDIA GPUs XLA turns exactly this form (scales applied to the product) into cuBLASLt's float8 product,
+while scaling before the product does not match. Both accumulate in float32.
+
+float8_e4m3fn has no infinity, and a plain cast of 465 gives NaN, so values are clipped to ±448 first. A channel's largest value is
+mapped to 448, which uses the whole range.
+
+Source of the per-channel and per-token scheme: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433.
+
+Dimensions: O outputs, I inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+Mode = Literal["none", "w8a16", "w8a8"]
+DTYPE = jnp.float8_e4m3fn
+LARGEST = 448.0
+_LEAST_SCALE = 1e-30
+"""Keeps the scale of a channel of zeros, or of subnormal numbers, a normal float32 whose reciprocal is finite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationConfig:
+    """Which of the decoder's weights are float8."""
+
+    mode: Mode = "none"
+    """`none`; `w8a16`: weights only; `w8a8`: weights and, token by token, the activations they are multiplied with."""
+    kernels: tuple[str, ...] = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+    """Kernels that are quantised. Embeddings, LM head and norms never are: a small error in them is one in every token."""
+
+    def __post_init__(self) -> None:
+        unknown = set(self.kernels) - {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
+        if unknown:
+            raise ValueError(
+                f"quantization.kernels has {sorted(unknown)}; only qkv_proj, o_proj, gate_up_proj and down_proj can be quantised"
+            )
+
+    def mode_of(self, kernel: str) -> Mode:
+        """Returns how one kernel is stored."""
+        return self.mode if kernel in self.kernels else "none"
+
+
+def quantize(x: Float[Array, "*rows I"]) -> tuple[Float[Array, "*rows I"], Float[Array, "*rows"]]:
+    """Returns float8 values and float32 scales with values · scale ≈ x, one scale for each row; finite for every finite input."""
+    wide = x.astype(jnp.float32)
+    scale = jnp.maximum(jnp.max(jnp.abs(wide), axis=-1) / LARGEST, _LEAST_SCALE)
+    # Dividing twice would be one rounding more than needed; multiplying by a reciprocal could overflow.
+    values = jnp.clip(wide / scale[..., None], -LARGEST, LARGEST).astype(DTYPE)
+    return values, scale
+
+
+def quantize_kernel(linear: dict[str, Any]) -> dict[str, Any]:
+    """Returns a linear layer's parameters with a float8 kernel and its scales; a bias stays as it is."""
+    kernel, scale = quantize(linear["kernel"])
+    return {**linear, "kernel": kernel, "kernel_scale": scale}
+
+
+def quantize_layer(layer: dict[str, Any], config: QuantizationConfig) -> dict[str, Any]:
+    """Returns one layer of the decoding form with the kernels of the config in float8."""
+
+    def visit(tree: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: quantize_kernel(entry) if config.mode_of(name) != "none" else (visit(entry) if isinstance(entry, dict) else entry)
+            for name, entry in tree.items()
+        }
+
+    return visit(layer)
+
+
+def fp8_linear(
+    x: Float[Array, "*rows I"], kernel: Float[Array, "O I"], kernel_scale: Float[Array, " O"], mode: Mode
+) -> Float[Array, "*rows O"]:
+    """Returns x · (kernel · scale)ᵀ in the dtype of `x`."""
+    contract = (((x.ndim - 1,), (1,)), ((), ()))
+    if mode == "w8a16":
+        product = jax.lax.dot_general(x, kernel.astype(x.dtype), contract, preferred_element_type=jnp.float32)
+        return (product * kernel_scale).astype(x.dtype)
+    values, scale = quantize(x)
+    rows = values.reshape(-1, values.shape[-1])
+    is_alone = rows.shape[0] == 1
+    if is_alone:  # cuBLASLt has no float8 product for a single row; XLA would dequantise the whole kernel instead
+        rows = jnp.concatenate([rows, jnp.zeros_like(rows)])
+    product = jax.lax.dot_general(rows, kernel, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    product = (product[:1] if is_alone else product).reshape(*x.shape[:-1], -1)
+    return (product * scale[..., None] * kernel_scale).astype(x.dtype)
