@@ -19,6 +19,10 @@ find_python312() {
   done
 }
 
+list_unexecuted_raises() {
+  coverage combine --quiet && python -m tests.structure.raises
+}
+
 check "ruff: lint" ruff check --quiet .
 check "ruff: format" ruff format --check --quiet .
 check "pyright: types" pyright --warnings
@@ -35,7 +39,13 @@ else
   check "smoke test of the whole loop on Python 3.12 with the newest JAX" "$ROOT/.venv312/bin/python" -m pytest -q tests/test_smoke.py
 fi
 
-check "pytest" python -m pytest -m "not gpu and not multihost" "$@"
+if [ "$#" -gt 0 ]; then
+  check "pytest" python -m pytest -m "not gpu and not multihost" "$@"
+else
+  rm -rf build/coverage
+  check "pytest" coverage run -m pytest -m "not gpu and not multihost"
+  check "coverage: every raise is executed by a test" list_unexecuted_raises
+fi
 
 if [ "${#failed[@]}" -gt 0 ]; then
   printf 'FAILED: %s\n' "${failed[@]}" >&2

@@ -119,8 +119,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def _load_python(path: Path, config_type: type[ConfigT]) -> ConfigT:
     module_name = f"llamarl_config_{re.sub(r'[^0-9a-zA-Z_]', '_', path.stem)}"
     spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"config file {path} cannot be imported; check that it is a readable Python file")
+    assert spec is not None, "the suffix .py has a loader"
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     # Reward workers cannot import this module, so what it defines (a reward function) travels to them by value.

@@ -191,7 +191,7 @@ def test_failure_keeps_the_first_error_and_notes_the_later_ones():
     failure.latch(ChannelClosed("numbers"))
     assert failure.error is root
     assert root.__notes__ == ["later, while the run was stopping: ValueError: later (raised in executor 'x')"]
-    with pytest.raises(ChannelClosed):
+    with pytest.raises(ChannelClosed, match="channel 'numbers' was closed by KeyError: 'root'"):
         channel.get()
 
 
@@ -199,7 +199,7 @@ def test_failure_takes_the_cause_of_a_closed_channel_as_root():
     failure, root = Failure(), KeyError("root")
     channel = Channel[int]("numbers", capacity=1)
     channel.close(root)
-    with pytest.raises(ChannelClosed) as caught:
+    with pytest.raises(ChannelClosed, match="channel 'numbers' was closed by KeyError: 'root'") as caught:
         channel.get()
     failure.latch(caught.value)
     assert failure.error is root

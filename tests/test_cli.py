@@ -1,5 +1,8 @@
+import contextlib
+import signal
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -105,6 +108,41 @@ def test_an_interrupt_is_no_crash(replace_train, capsys):
     replace_train(interrupt)
     status, _, err = _run(["train", "x.py"], capsys)
     assert (status, err) == (130, "interrupted\n")
+
+
+@pytest.fixture
+def children_hear_interrupts():
+    """A process that a shell started in the background ignores SIGINT, and so would its children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def _children(pid):
+    return [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("children_hear_interrupts")
+def test_ctrl_c_ends_a_real_run_and_its_workers(tmp_path):
+    """As a user's terminal does it, amid training: all threads wait for one another at that moment."""
+    metrics, errors = tmp_path / "run" / "metrics.jsonl", tmp_path / "stderr.txt"
+    config = Path(__file__).parents[1] / "configs" / "tiny_digits_cpu.py"
+    options = ["--run-dir", str(tmp_path / "run"), "--schedule.num-steps", "100000", "--evaluation.num-prompts", "2"]
+    command = [sys.executable, "-m", "llamarl_jax", "train", str(config), *options]
+    with errors.open("w") as stderr, subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr) as process:
+        while process.poll() is None and not (metrics.is_file() and "trainer/loss" in metrics.read_text()):
+            time.sleep(0.1)
+        children = _children(process.pid)
+        process.send_signal(signal.SIGINT)
+        status = process.wait()
+    assert status == 130
+    assert errors.read_text().endswith("interrupted\n")
+    assert "Traceback" not in errors.read_text()
+    assert children
+    for child in children:
+        with contextlib.suppress(FileNotFoundError):
+            assert "llamarl_jax.rewards.worker" not in Path(f"/proc/{child}/cmdline").read_text()
 
 
 def test_a_wrong_option_suggests_the_nearest(capsys):

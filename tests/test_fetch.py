@@ -230,6 +230,14 @@ def test_a_failure_leaves_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_in_the_place_of_the_folder_is_an_error_and_stays(tmp_path):
+    (tmp_path / "tiny").write_text("not a folder")
+    with pytest.raises(NotADirectoryError, match="Not a directory"):
+        fetch("tiny", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
+    assert (tmp_path / "tiny").read_text() == "not a folder"
+
+
 def test_two_processes_may_fetch_at_once(tmp_path, monkeypatch):
     """The other one finishes while this one is at work: its folder is kept and used."""
 

@@ -36,9 +36,9 @@ def unpack(inputs: LossInputs) -> LossInputs:
 @every_loss
 def test_config_is_frozen_with_keyword_fields_only(config):
     assert config == type(config)(**dataclasses.asdict(config))
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(dataclasses.FrozenInstanceError, match="cannot assign to field"):
         config.anything = 1
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="positional argument"):
         type(config)(1.0)
 
 

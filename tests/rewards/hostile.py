@@ -15,6 +15,13 @@ def length(sample: RewardInput) -> float:
     return float(len(sample.completion_text))
 
 
+def length_if_even(sample: RewardInput) -> float:
+    """Cannot judge answers to an odd reference."""
+    if int(sample.reference or 0) % 2:
+        raise ValueError("the reference is odd")
+    return length(sample)
+
+
 def by_text(sample: RewardInput) -> float:
     """Does what the completion says; otherwise returns its length."""
     match sample.completion_text:

@@ -1,73 +1,106 @@
-"""Every error message of the package is matched by a test.
+"""The check of `launch/test.sh` that every raise is executed finds those that are not."""
 
-The literal parts of the message of each `raise` are cut into pieces of eight characters; one piece must occur in a `match=` pattern of some
-test.
+import os
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from tests.structure import raises
+
+ERRORS = """
+
+
+def in_main(x):
+    if x > 1:
+        raise ValueError(
+            f"{x} is too much; "
+            "choose 1"
+        )
+
+
+def in_thread():
+    raise ValueError("in a thread")
+
+
+def in_process():
+    raise ValueError("in a process")
+
+
+def never():
+    raise ValueError(f"{never} is not called")
+
+
+def again():
+    try:
+        in_main(2)
+    except ValueError:
+        raise
+    except TypeError:
+        raise
 """
 
-import ast
-import re
-from collections.abc import Iterator
-from pathlib import Path
+SUITE = """
+import contextlib
+import subprocess
+import sys
+import threading
 
-ROOT = Path(__file__).parents[2]
-PIECE = 8
+from measured import errors
 
+def quietly(function):
+    with contextlib.suppress(ValueError):
+        function()
 
-def _literal_parts(node: ast.AST) -> list[str]:
-    """Returns the constant strings of a message, through f-strings, `+` and conditional expressions."""
-    if isinstance(node, ast.JoinedStr):
-        return [part for value in node.values for part in _literal_parts(value)]
-    if isinstance(node, ast.BinOp):
-        return _literal_parts(node.left) + _literal_parts(node.right)
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return [node.value]
-    return []
-
-
-def _pieces(text: str) -> set[str]:
-    return {text[i : i + PIECE] for i in range(len(text) - PIECE + 1)}
+quietly(errors.again)
+thread = threading.Thread(target=quietly, args=[errors.in_thread])
+thread.start()
+thread.join()
+subprocess.run([sys.executable, "-c", "from measured import errors; errors.in_process()"], stderr=subprocess.DEVNULL)
+"""
 
 
-def _raises(source: str) -> Iterator[tuple[int, list[str]]]:
-    """Yields the line and the literal parts of each `raise Error("...")` that could be matched."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
-            parts = _literal_parts(node.exc.args[0])
-            if any(len(part) >= PIECE for part in parts):
-                yield node.lineno, parts
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """A folder with a package and the combined data of a program that runs part of it, measured with this project's options."""
+    folder = tmp_path_factory.mktemp("measured")
+    options = tomllib.loads((raises.ROOT / "pyproject.toml").read_text())["tool"]["coverage"]["run"]
+    assert raises.ROOT / options["data_file"] == raises.DATA_FILE
+    options["source_pkgs"] = ["measured"]
+    (folder / ".coveragerc").write_text("[run]\n" + "".join(f"{name} = {_option(value)}\n" for name, value in options.items()))
+    (folder / "suite.py").write_text(SUITE)
+    (folder / "measured").mkdir()
+    for name, source in {"__init__.py": "", "errors.py": ERRORS, "unused.py": "def f():\n    raise KeyError\n"}.items():
+        (folder / "measured" / name).write_text(source)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}  # this suite's own measurement
+    for arguments in (["run", "suite.py"], ["combine", "--quiet"]):
+        subprocess.run([sys.executable, "-m", "coverage", *arguments], cwd=folder, env=environment, check=True)
+    return folder / "measured", folder / options["data_file"]
 
 
-def _patterns(source: str) -> Iterator[str]:
-    """Yields the strings of a test that may be a pattern: those inside `match=` and those in parametrize tables."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) >= PIECE:
-            yield re.sub(r"\\(.)", r"\1", node.value)
+def _option(value):
+    return ",".join(value) if isinstance(value, list) else value
 
 
-def _uncovered(sources: dict[str, str], test_sources: list[str]) -> list[str]:
-    known: set[str] = set()
-    for source in test_sources:
-        if "match=" in source:
-            for pattern in _patterns(source):
-                known |= _pieces(pattern)
-    return [
-        f"{name}:{line}: {''.join(parts)[:90]}"
-        for name, source in sources.items()
-        for line, parts in _raises(source)
-        if not any(_pieces(part) & known for part in parts)
+def test_raises_that_nothing_executes_are_listed(measured):
+    package, data_file = measured
+    missing = raises.unexecuted(package, raises.read_lines(data_file))
+    lines = ERRORS.splitlines()
+    assert missing == [
+        f"measured/errors.py:{lines.index('def never():') + 2}: raise ValueError(f'{{never}} is not called')",
+        f"measured/errors.py:{len(lines)}: raise",
+        "measured/unused.py:2: raise KeyError",
     ]
 
 
-def test_every_raise_has_a_test():
-    sources = {str(path.relative_to(ROOT)): path.read_text() for path in sorted((ROOT / "llamarl_jax").rglob("*.py"))}
-    tests = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__)]
-    uncovered = _uncovered(sources, tests)
-    assert not uncovered, "no test matches the message of:\n" + "\n".join(uncovered)
+def test_the_package_has_raises_to_check():
+    """Guards against a checker that looks at nothing: without data, every raise is missing."""
+    missing = raises.unexecuted(raises.ROOT / "llamarl_jax", {})
+    assert len(missing) > 150
+    assert any(line.startswith("llamarl_jax/losses/kl.py:") and "kl.coefficient" in line for line in missing)
 
 
-def test_the_check_itself():
-    source = 'def f(x):\n    raise ValueError(f"batch of {x} trajectories cannot be split; " "choose another")\n'
-    assert _uncovered({"a.py": source}, ['pytest.raises(ValueError, match=r"batch of 3 trajectories cannot")']) == []
-    assert _uncovered({"a.py": source}, ['pytest.raises(ValueError, match="something else entirely")']) == [
-        "a.py:2: batch of  trajectories cannot be split; choose another"
-    ]
+def test_missing_data_are_an_error_and_not_a_pass(tmp_path):
+    with pytest.raises(FileNotFoundError, match="run `coverage run -m pytest` and `coverage combine` before"):
+        raises.read_lines(tmp_path / "data")
