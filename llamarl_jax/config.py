@@ -109,7 +109,7 @@ def check_config(config: Config) -> None:
             f"trainer.rows_per_microbatch = {config.trainer.rows_per_microbatch} cannot be split over trainer_data × trainer_fsdp = "
             f"{num_rows} devices; choose a multiple of {num_rows}"
         )
-    if config.engine.num_slots % config.placement.generator_data:
+    if config.engine.num_slots != "auto" and config.engine.num_slots % config.placement.generator_data:
         raise ValueError(
             f"engine.num_slots = {config.engine.num_slots} cannot be split over generator_data = {config.placement.generator_data} "
             f"replicas; choose a multiple of {config.placement.generator_data}"

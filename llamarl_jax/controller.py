@@ -16,6 +16,7 @@ channel and is raised from `run`.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -33,6 +34,7 @@ from llamarl_jax.config import Config
 from llamarl_jax.data.cursor import PromptCursor
 from llamarl_jax.data.stream import PromptStream
 from llamarl_jax.engine.engine import DecodeEngine
+from llamarl_jax.engine.memory import plan_memory, resolve_slots
 from llamarl_jax.engine.slots import SlotScheduler
 from llamarl_jax.evaluate import EvaluationResult, evaluate
 from llamarl_jax.executors.generator import Generator
@@ -222,12 +224,20 @@ def _build_reward(scorer: RewardScorer, links: _Links, books: _Books) -> Reward:
 
 def _build_generator(config: Config, policy: Policy, meshes: Meshes, scorer: RewardScorer, links: _Links, books: _Books) -> Generator:
     heartbeat = partial(books.watchdog.beat, "generator")
+    spec = policy.listed(config.engine.quantization)
+    plan = plan_memory(
+        spec,
+        meshes.generator,
+        config.engine,
+        num_weight_copies=2 + (config.schedule.max_staleness if config.schedule.mode == "boundary" else 0),
+        reserved_bytes=_trainer_bytes(policy, meshes) if config.placement.kind == "shared" else 0,
+    )
     return Generator(
         config=config.generator,
         engine=DecodeEngine(
-            policy.listed(config.engine.quantization),
+            spec,
             meshes.generator,
-            config.engine,
+            resolve_slots(config.engine, plan),
             eos_token_ids=policy.stop_ids(config.engine.stop_texts),
             seed=config.seed,
         ),
@@ -278,6 +288,13 @@ def _build_evaluation(
         result.save(books.run_dir / "answers" / f"version_{slots.version}.jsonl", config.evaluation.num_samples_kept)
 
     return measure
+
+
+def _trainer_bytes(policy: Policy, meshes: Meshes) -> int:
+    """Returns what the trainer holds on each of its devices: float32 weights, their gradient, and two moments."""
+    shardings = jax.tree.leaves(policy.stacked.shardings(meshes.trainer))
+    shapes = jax.tree.leaves(policy.stacked.shapes)
+    return 4 * sum(4 * math.prod(s.shard_shape(x.shape)) for x, s in zip(shapes, shardings, strict=True))
 
 
 def _reference(config: Config, policy: Policy, meshes: Meshes, fresh: Params | None) -> Params | None:

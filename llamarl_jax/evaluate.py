@@ -19,6 +19,7 @@ import numpy as np
 from llamarl_jax.config import Config
 from llamarl_jax.data.stream import PromptStream
 from llamarl_jax.engine.engine import DecodeEngine, EngineConfig
+from llamarl_jax.engine.memory import plan_memory, resolve_slots
 from llamarl_jax.engine.sampling import SamplingConfig
 from llamarl_jax.engine.slots import CompletionRequest, SlotScheduler
 from llamarl_jax.losses.advantages import advantages
@@ -163,11 +164,11 @@ def open_decoder(policy: Policy, placement: PlacementConfig, config: EngineConfi
     )
     configure_platform(alone)
     meshes = build_meshes(alone)
-    exporter = WeightExporter(policy.stacked, policy.listed(config.quantization), meshes, config.dtype, WeightsConfig())
+    spec = policy.listed(config.quantization)
+    config = resolve_slots(config, plan_memory(spec, meshes.generator, config, num_weight_copies=1))
+    exporter = WeightExporter(policy.stacked, spec, meshes, config.dtype, WeightsConfig())
     params = exporter.send(policy.load_params(meshes.trainer))
-    engine = DecodeEngine(
-        policy.listed(config.quantization), meshes.generator, config, eos_token_ids=policy.stop_ids(config.stop_texts), seed=seed
-    )
+    engine = DecodeEngine(spec, meshes.generator, config, eos_token_ids=policy.stop_ids(config.stop_texts), seed=seed)
     return SlotScheduler(engine, params, version=0, dispatch_ahead=config.dispatch_ahead)
 
 

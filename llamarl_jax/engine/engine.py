@@ -46,8 +46,8 @@ CAPACITY_MULTIPLE_TOKENS = 16
 class EngineConfig:
     """Shape of the decoder."""
 
-    num_slots: int = 32
-    """Completions decoded at once; a multiple of the generator mesh's data axis."""
+    num_slots: int | Literal["auto"] = 32
+    """Completions decoded at once, a multiple of the generator mesh's data axis; `auto` takes as many as fit the memory."""
     max_prompt_tokens: int = 512
     """Longest prompt; longer ones are counted and skipped."""
     max_new_tokens: int = 512
@@ -68,7 +68,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("num_slots", "max_prompt_tokens", "max_new_tokens", "decode_steps_per_call"):
-            if (value := getattr(self, name)) < 1:
+            if (value := getattr(self, name)) != "auto" and value < 1:
                 raise ValueError(f"engine.{name} is {value}; it must be at least 1")
         if self.dispatch_ahead < 0:
             raise ValueError(f"engine.dispatch_ahead is {self.dispatch_ahead}; choose 0 (read each call at once) or more")
@@ -133,8 +133,10 @@ class DecodeEngine:
             seed: start of all random streams.
 
         Raises:
-            ValueError: the slots cannot be split over the data axis.
+            ValueError: the slots cannot be split over the data axis, or their number is not resolved.
         """
+        if config.num_slots == "auto":
+            raise ValueError("engine.num_slots is 'auto'; llamarl_jax.engine.memory.resolve_slots makes it a number")
         if config.num_slots % mesh.shape["data"]:
             raise ValueError(
                 f"engine.num_slots = {config.num_slots} cannot be split over {mesh.shape['data']} replicas of the generator mesh; "

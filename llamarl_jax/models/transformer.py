@@ -39,6 +39,8 @@ from llamarl_jax.quantization.fp8 import Mode, QuantizationConfig, fp8_linear, q
 
 UNKNOWN_ID_LOGIT = -1e30
 INIT_SCALE = 0.02
+MOST_TENSOR_DEVICES = 64
+"""Tensor-parallel devices, as a power of two, over which any fused mlp can be cut."""
 UNQUANTIZED = QuantizationConfig()
 
 Params = dict[str, Any]
@@ -344,5 +346,8 @@ def axis_units(config: ModelConfig) -> Mapping[str, int]:
 
 
 def gate_up_block(config: ModelConfig) -> int:
-    """Returns how many rows of the gate kernel alternate with as many of the up kernel: a power of two up to 128 that divides F."""
-    return math.gcd(config.intermediate_size, 128)
+    """Returns how many rows of the gate kernel alternate with as many of the up kernel.
+
+    A tensor axis can cut between blocks only: the largest power of two up to 128 that leaves 64 blocks, or as many as F allows.
+    """
+    return max(1, math.gcd(config.intermediate_size, 128 * MOST_TENSOR_DEVICES) // MOST_TENSOR_DEVICES)

@@ -61,13 +61,12 @@ def unstack(params: Params) -> Params:
 
 
 def _fuse(layer: Params) -> Params:
-    """Row by row: query heads 2k and 2k + 1, key k, value k; 32 rows of gate, 32 of up (96 = 3 · 32)."""
+    """Row by row: query heads 2k and 2k + 1, key k, value k; a row of gate, a row of up (96 has no more than 32 blocks)."""
     attention, mlp = dict(layer["attention"]), dict(layer["mlp"])
     q, k, v = (attention.pop(name)["kernel"].reshape(-1, CONFIG.head_dim, CONFIG.hidden_size) for name in ("q_proj", "k_proj", "v_proj"))
     attention["qkv_proj"] = {"kernel": np.concatenate([q[0], q[1], k[0], v[0], q[2], q[3], k[1], v[1]])}
     gate, up = mlp.pop("gate_proj")["kernel"], mlp.pop("up_proj")["kernel"]
-    blocks = [kernel[first : first + 32] for first in (0, 32, 64) for kernel in (gate, up)]
-    mlp["gate_up_proj"] = {"kernel": np.concatenate(blocks)}
+    mlp["gate_up_proj"] = {"kernel": np.array([row for pair in zip(gate, up, strict=True) for row in pair])}
     return {**layer, "attention": attention, "mlp": mlp}
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from llamarl_jax.meshes import build_mesh
 from llamarl_jax.models.kv_cache import init_cache
-from llamarl_jax.models.transformer import UNKNOWN_ID_LOGIT, TransformerSpec
+from llamarl_jax.models.transformer import UNKNOWN_ID_LOGIT, TransformerSpec, gate_up_block
 from tests.engine.tiny_engine import CONFIG, LISTED, STACKED, random_params, unstack
 
 LENGTH = 20
@@ -141,3 +141,13 @@ def test_init_lies_in_its_sharding():
     params = STACKED.init(0, mesh)
     jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim) or pytest.fail(str(x.sharding)), params, STACKED.shardings(mesh))
     assert params["embed"]["embedding"].addressable_shards[0].data.shape == (CONFIG.vocab_size // 2, CONFIG.hidden_size // 2)
+
+
+@pytest.mark.parametrize(
+    ("size", "block"), [(96, 1), (1536, 8), (4864, 4), (8960, 4), (14336, 32), (28672, 64), (53248, 64), (131072, 128), (7, 1)]
+)
+def test_a_fused_mlp_can_be_cut_over_as_many_devices_as_its_parts(size, block):
+    config = dataclasses.replace(CONFIG, intermediate_size=size)
+    assert gate_up_block(config) == block
+    for num_devices in (2, 4, 8, 16, 32, 64):
+        assert (size // block % num_devices == 0) == (size % num_devices == 0)

@@ -1,0 +1,147 @@
+"""How many slots fit: the decoder's memory on each device, added up before anything is allocated.
+
+    weights · copies + slots / data · (KV cache + logits) + prefill  ≤  share of the device's memory − what others hold there
+
+* `copies` of the weights lie side by side while new versions wait: those in force, and up to max_staleness + 1 that are staged.
+* A slot's KV cache is counted at its full capacity, and once more by half, because growing it keeps the old one until it is copied.
+* Logits and their exponentials are float32 over the vocabulary for every slot.
+* A prefill holds the cache of one chunk's prompts.
+
+Dimensions: S slots, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from llamarl_jax.engine.engine import EngineConfig
+from llamarl_jax.meshes import named_sharding
+from llamarl_jax.models.kv_cache import CACHE_AXES
+from llamarl_jax.models.transformer import TransformerSpec, axis_units
+
+MEMORY_SHARE = 0.85
+"""Share of a device's memory that is planned with; the rest is for compiled programs, fragmentation and small buffers."""
+CACHE_GROWTH = 1.5
+LOGIT_COPIES = 3
+"""Logits, scaled logits and their exponentials."""
+MOST_AUTO_SLOTS = 1024
+"""More slots than this are never chosen by `auto`: a step's time grows with them and nothing is gained."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of the decoder on one device.
+
+    Attributes:
+        limit_bytes: what may be used.
+        weight_bytes: of all copies.
+        prefill_bytes: of one chunk.
+        slot_bytes: of one slot.
+        num_replicas: devices of the data axis, over which slots are split.
+    """
+
+    limit_bytes: int
+    weight_bytes: int
+    prefill_bytes: int
+    slot_bytes: int
+    num_replicas: int
+
+    @property
+    def most_slots(self) -> int:
+        """Slots that fit in all, a multiple of the replicas; 0 if not even one does."""
+        return max(0, (self.limit_bytes - self.weight_bytes - self.prefill_bytes) // self.slot_bytes) * self.num_replicas
+
+    def describe(self) -> str:
+        """Returns one line of figures for messages."""
+        return (
+            f"{_gib(self.limit_bytes)} usable per device, of which weights {_gib(self.weight_bytes)} and prefill "
+            f"{_gib(self.prefill_bytes)}; {_gib(self.slot_bytes)} a slot"
+        )
+
+
+def plan_memory(
+    spec: TransformerSpec,
+    mesh: Mesh,
+    config: EngineConfig,
+    *,
+    num_weight_copies: int,
+    reserved_bytes: int = 0,
+    limit_bytes: int | None = None,
+) -> MemoryPlan:
+    """Adds up the decoder's memory; allocates nothing.
+
+    Args:
+        spec: the list form.
+        num_weight_copies: versions that lie on the generator's devices at once.
+        reserved_bytes: what others hold on each of these devices (the trainer, with placement `shared`).
+        limit_bytes: memory of one device; None asks the device.
+    """
+    shapes, shardings = spec.decoder_shapes(config.dtype), spec.shardings(mesh)
+    weights = sum(_shard_bytes(x.shape, x.dtype, s) for x, s in zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True))
+    model = spec.config
+    cache_shape = (mesh.shape["data"], model.num_kv_heads, config.capacity, model.head_dim)
+    cache_sharding = named_sharding(mesh, CACHE_AXES, cache_shape, {**axis_units(model), "kv_heads": 1})
+    cache = 2 * model.num_layers * _shard_bytes(cache_shape, config.dtype, cache_sharding)
+    num_prefill_tokens = max(config.prefill_chunk_tokens, config.capacity)
+    limit = device_memory_bytes(mesh) if limit_bytes is None else limit_bytes
+    return MemoryPlan(
+        limit_bytes=int(limit * MEMORY_SHARE) - reserved_bytes,
+        weight_bytes=weights * num_weight_copies,
+        prefill_bytes=cache * num_prefill_tokens // config.capacity,
+        slot_bytes=int(cache * CACHE_GROWTH) + 4 * model.vocab_size * LOGIT_COPIES,
+        num_replicas=mesh.shape["data"],
+    )
+
+
+def resolve_slots(config: EngineConfig, plan: MemoryPlan) -> EngineConfig:
+    """Returns the config with `num_slots` as a number: as many as fit for `auto`.
+
+    Raises:
+        ValueError: the wanted slots, or not even one for each replica, do not fit.
+    """
+    if not plan.most_slots:
+        raise ValueError(
+            f"the decoder does not fit: {plan.describe()}; use more devices on placement.generator_tensor, a smaller "
+            "engine.max_prompt_tokens or max_new_tokens, or engine.quantization"
+        )
+    if config.num_slots == "auto":
+        most = MOST_AUTO_SLOTS // plan.num_replicas * plan.num_replicas
+        return dataclasses.replace(config, num_slots=min(plan.most_slots, max(most, plan.num_replicas)))
+    if config.num_slots > plan.most_slots:
+        raise ValueError(
+            f"engine.num_slots = {config.num_slots} does not fit: {plan.describe()}; choose at most {plan.most_slots}, or 'auto'"
+        )
+    return config
+
+
+def device_memory_bytes(mesh: Mesh) -> int:
+    """Returns the memory of the mesh's smallest device; virtual CPU devices share the host's, or its container's, equally."""
+    devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()] or list(mesh.devices.flat)
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
+    if all(limits):
+        return min(int(limit) for limit in limits if limit)
+    return _host_memory_bytes() // len(jax.local_devices())
+
+
+def _host_memory_bytes() -> int:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    group = Path("/sys/fs/cgroup/memory.max")
+    limit = group.read_text().strip() if group.is_file() else "max"
+    return min(total, int(limit)) if limit.isdigit() else total
+
+
+def _shard_bytes(shape: tuple[int, ...], dtype: Any, sharding: Any) -> int:
+    return math.prod(sharding.shard_shape(shape)) * jnp.dtype(dtype).itemsize
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**27 else f"{num_bytes / 2**20:,.2f} MiB"

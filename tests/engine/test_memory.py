@@ -1,0 +1,78 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from llamarl_jax.engine.engine import DecodeEngine, EngineConfig
+from llamarl_jax.engine.memory import MEMORY_SHARE, device_memory_bytes, plan_memory, resolve_slots
+from llamarl_jax.meshes import build_mesh
+from llamarl_jax.models.transformer import TransformerSpec
+from llamarl_jax.quantization.fp8 import QuantizationConfig
+from tests.engine.tiny_engine import CONFIG, LISTED, make_engine
+
+ENGINE = EngineConfig(num_slots="auto", max_prompt_tokens=40, max_new_tokens=24, prefill_chunk_tokens=128)  # capacity 64
+LAYER = 96 * 48 + 48 * 48 + 3 * 48 * 96  # qkv, o, mlp
+NORMS = 2 * 2 * 48 + 48
+
+
+def _mesh(data: int, tensor: int):
+    return build_mesh(jax.devices()[: data * tensor], {"data": data, "tensor": tensor})
+
+
+def test_a_plan_worked_out_by_hand():
+    plan = plan_memory(LISTED, _mesh(1, 1), ENGINE, num_weight_copies=3, limit_bytes=10_000_000)
+    assert plan.weight_bytes == 3 * 4 * (300 * 48 + 2 * LAYER + NORMS)
+    cache = 2 * 2 * 2 * 64 * 12 * 4  # keys and values, two layers, two heads of 12, 64 tokens
+    assert plan.slot_bytes == 1.5 * cache + 3 * 4 * 300
+    assert plan.prefill_bytes == 2 * cache  # 128 tokens
+    assert plan.limit_bytes == 10_000_000 * MEMORY_SHARE
+    assert plan.most_slots == (plan.limit_bytes - plan.weight_bytes - plan.prefill_bytes) // plan.slot_bytes
+
+
+def test_tensor_splits_weights_and_heads_data_only_slots():
+    alone = plan_memory(LISTED, _mesh(1, 1), ENGINE, num_weight_copies=1, limit_bytes=10_000_000)
+    split = plan_memory(LISTED, _mesh(2, 2), ENGINE, num_weight_copies=1, limit_bytes=10_000_000)
+    assert split.weight_bytes == 4 * (300 * 48 + 2 * LAYER) // 2 + 4 * NORMS
+    assert split.prefill_bytes == alone.prefill_bytes // 2
+    assert split.most_slots % 2 == 0
+    half = plan_memory(LISTED, _mesh(1, 1), dataclasses.replace(ENGINE, dtype="bfloat16"), num_weight_copies=1, limit_bytes=10_000_000)
+    assert half.weight_bytes == 2 * (300 * 48 + 2 * LAYER) + 4 * NORMS
+    spec = TransformerSpec.build(CONFIG, is_scanned=False, quantization=QuantizationConfig(mode="w8a8"))
+    fp8 = plan_memory(spec, _mesh(1, 1), dataclasses.replace(ENGINE, dtype="bfloat16"), num_weight_copies=1, limit_bytes=10_000_000)
+    assert fp8.weight_bytes == 2 * 300 * 48 + 2 * LAYER + 4 * (NORMS + 2 * (96 + 48 + 192 + 48))
+
+
+def test_the_plan_holds_what_the_engine_allocates():
+    engine = make_engine(num_slots=4, max_prompt_tokens=40, max_new_tokens=24)
+    state = engine.init_decode_state()
+    cache = sum(x.nbytes for x in jax.tree.leaves(state.cache))
+    plan = plan_memory(LISTED, engine.mesh, engine.config, num_weight_copies=1, limit_bytes=10_000_000)
+    assert cache <= 4 * plan.slot_bytes <= 2.2 * cache
+    assert jnp.dtype(engine.config.dtype) == jnp.float32
+
+
+def test_auto_takes_what_fits_and_too_many_is_an_error_with_the_figure():
+    plan = plan_memory(LISTED, _mesh(2, 1), ENGINE, num_weight_copies=1, limit_bytes=2_000_000)
+    assert plan.most_slots > 0
+    resolved = resolve_slots(ENGINE, plan)
+    assert resolved.num_slots == plan.most_slots
+    fitting = dataclasses.replace(ENGINE, num_slots=plan.most_slots)
+    assert resolve_slots(fitting, plan) is fitting
+    with pytest.raises(
+        ValueError, match=rf"engine.num_slots = {plan.most_slots + 2} does not fit: .* choose at most {plan.most_slots}, or 'auto'"
+    ):
+        resolve_slots(dataclasses.replace(ENGINE, num_slots=plan.most_slots + 2), plan)
+    with pytest.raises(ValueError, match=r"the decoder does not fit: .* use more devices on placement.generator_tensor"):
+        resolve_slots(ENGINE, plan_memory(LISTED, _mesh(1, 1), ENGINE, num_weight_copies=1, limit_bytes=100_000))
+    huge = plan_memory(LISTED, _mesh(1, 1), ENGINE, num_weight_copies=1, limit_bytes=10**12)
+    assert resolve_slots(ENGINE, huge).num_slots == 1024
+    with pytest.raises(ValueError, match=r"engine.num_slots is 'auto'"):
+        DecodeEngine(LISTED, _mesh(1, 1), ENGINE, eos_token_ids=(), seed=0)
+
+
+def test_virtual_devices_share_the_host():
+    assert 2**27 < device_memory_bytes(_mesh(1, 1)) < 2**44
+    reserved = plan_memory(LISTED, _mesh(1, 1), ENGINE, num_weight_copies=1, reserved_bytes=1000)
+    free = plan_memory(LISTED, _mesh(1, 1), ENGINE, num_weight_copies=1)
+    assert free.limit_bytes - reserved.limit_bytes == 1000
