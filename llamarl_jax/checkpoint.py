@@ -89,5 +89,10 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        try:
+            self.close()
+        except Exception as failed:
+            if error is None:
+                raise
+            error.add_note(f"the last checkpoint was not written either: {failed!r}")  # the first error is the run's

@@ -84,6 +84,8 @@ def _cached(folder: Path, make: Callable[[Path], str]) -> Path:
     if folder.is_dir():
         verify(folder)
         return folder
+    if folder.exists():
+        raise FetchError(f"{folder} should be the folder of a model but is a file; delete it and fetch again")
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:

@@ -77,3 +77,14 @@ def test_a_write_that_fails_in_the_background_is_raised_and_leaves_the_older_che
         restored = checkpointer.restore(_abstract(len(values)))
     assert restored.step == 1
     np.testing.assert_array_equal(restored.state["x"], values)
+
+
+def test_a_failed_write_does_not_hide_the_error_that_ended_the_run(tmp_path, no_large_files):
+    state = {"x": jax.device_put(np.random.default_rng(0).random(2 * LARGE).astype(np.float32))}
+    checkpointer = Checkpointer(tmp_path, CheckpointConfig(every_steps=1))
+    with no_large_files():
+        checkpointer.save(1, state, {})
+        with pytest.raises(KeyError, match="the trainer died") as caught, checkpointer:
+            raise KeyError("the trainer died")
+    assert "the last checkpoint was not written either" in caught.value.__notes__[0]
+    assert "File too large" in caught.value.__notes__[0]

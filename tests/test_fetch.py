@@ -232,7 +232,7 @@ def test_a_failure_leaves_nothing(tmp_path, monkeypatch):
 
 def test_a_file_in_the_place_of_the_folder_is_an_error_and_stays(tmp_path):
     (tmp_path / "tiny").write_text("not a folder")
-    with pytest.raises(NotADirectoryError, match="Not a directory"):
+    with pytest.raises(FetchError, match=r"tiny should be the folder of a model but is a file; delete it"):
         fetch("tiny", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
     assert (tmp_path / "tiny").read_text() == "not a folder"

@@ -152,6 +152,8 @@ class Generator:
                 update = self._weights.take(timeout_s=POLL_S)
             if update is not None:
                 self._load(slots, update)
+        while not slots.is_idle:  # a call that was dispatched ahead, of completions that had all ended
+            self._decode(slots)
 
     def _admit(self, slots: SlotScheduler) -> int:
         admission = self._schedule.admit(slots.version)

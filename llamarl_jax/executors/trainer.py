@@ -83,12 +83,12 @@ class Trainer:
             sync = self._publish(step + 1)
             for group in groups:
                 self._cursor.settle(group.admission_index)
-            self._check_skipped(metrics, step)
             metrics |= batch_metrics(groups, step=step) | _sync_metrics(sync)
             if self._checkpointer.is_due(step + 1):
                 with self._timeline.span("trainer", "checkpoint"):
                     self._checkpointer.save(step + 1, self.state, {**self._host_state, "cursor": self._cursor.state()})
             self._report(step, metrics)
+            self._check_skipped(metrics, step)
             self._heartbeat()
 
     def _wait_for_batch(self) -> list[TrajectoryGroup]:
