@@ -31,7 +31,7 @@ from jaxtyping import Array, Int
 from llamarl_jax.engine.api import DecodeState, Prefix, ResultTokens, SlotRequest
 from llamarl_jax.engine.sampling import SamplingArrays, completion_key, sample, token_uniforms
 from llamarl_jax.meshes import named_sharding, replicated
-from llamarl_jax.models.kv_cache import CACHE_AXES, KVCache, LayerCache, init_cache, resize
+from llamarl_jax.models.kv_cache import CACHE_AXES, CacheType, KVCache, LayerCache, has_scales, init_cache, resize
 from llamarl_jax.models.transformer import Params, TransformerSpec, axis_units
 from llamarl_jax.quantization.fp8 import QuantizationConfig
 
@@ -60,7 +60,9 @@ class EngineConfig:
     prefill_chunk_tokens: int = 512
     """Most prompt tokens computed between two decode calls: longer prompts are prefilled in chunks, shorter ones together."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of weights, activations and KV cache in the decoder."""
+    """Type of weights and activations in the decoder."""
+    kv_dtype: Literal["same", "float8_e4m3fn", "int8"] = "same"
+    """Type of the KV cache: that of the activations, or a quarter (half) of it with one scale for each token and head."""
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     """float8 weights."""
     stop_texts: tuple[str, ...] = ()
@@ -82,6 +84,11 @@ class EngineConfig:
         """Most tokens of KV cache in each slot."""
         longest = self.max_prompt_tokens + self.max_new_tokens
         return max(prompt_bucket(self.max_prompt_tokens), -(-longest // CAPACITY_MULTIPLE_TOKENS) * CAPACITY_MULTIPLE_TOKENS)
+
+    @property
+    def cache_dtype(self) -> CacheType:
+        """Type of the KV cache."""
+        return self.dtype if self.kv_dtype == "same" else self.kv_dtype
 
     @property
     def cache_lengths(self) -> tuple[int, ...]:
@@ -290,8 +297,12 @@ class DecodeEngine:
         rows = named_sharding(mesh, ("rows",), (self.num_slots,))
         pairs = named_sharding(mesh, ("rows", None), (self.num_slots, 2))
         shardings: Any = DecodeState  # the tree of shardings has the state's structure, not its types
+        layer: Any = LayerCache(cache, cache)  # pyright: ignore[reportArgumentType]
+        if has_scales(self.config.cache_dtype):
+            scales = named_sharding(mesh, CACHE_AXES[:3], cache_shape[:3], {**axis_units(config), "kv_heads": 1})
+            layer = layer._replace(key_scales=scales, value_scales=scales)
         return shardings(
-            cache=tuple(LayerCache(cache, cache) for _ in range(config.num_layers)),  # pyright: ignore[reportArgumentType]
+            cache=(layer,) * config.num_layers,
             tokens=rows,
             positions=rows,
             remaining=rows,
@@ -303,7 +314,7 @@ class DecodeEngine:
     def _init_state(self) -> DecodeState:
         zeros = jnp.zeros(self.num_slots, jnp.int32)
         return DecodeState(
-            cache=init_cache(self.spec.config, self.num_slots, self.config.cache_lengths[0], self._dtype),
+            cache=init_cache(self.spec.config, self.num_slots, self.config.cache_lengths[0], self.config.cache_dtype),
             tokens=zeros,
             positions=zeros,
             remaining=zeros,
@@ -313,7 +324,7 @@ class DecodeEngine:
         )
 
     def _prefill_new(self, params: Params, token_ids: Int[Array, "R P"], *, length: int) -> KVCache:
-        cache = init_cache(self.spec.config, token_ids.shape[0], length, self._dtype)
+        cache = init_cache(self.spec.config, token_ids.shape[0], length, self.config.cache_dtype)
         return self._prefill_chunk(params, cache, token_ids, jnp.int32(0))
 
     def _prefill_chunk(self, params: Params, cache: KVCache, token_ids: Int[Array, "R P"], start: Int[Array, ""]) -> KVCache:

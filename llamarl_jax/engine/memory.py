@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 
 from llamarl_jax.engine.engine import EngineConfig
 from llamarl_jax.meshes import named_sharding
-from llamarl_jax.models.kv_cache import CACHE_AXES
+from llamarl_jax.models.kv_cache import CACHE_AXES, has_scales
 from llamarl_jax.models.transformer import TransformerSpec, axis_units
 
 MEMORY_SHARE = 0.85
@@ -90,7 +90,10 @@ def plan_memory(
     model = spec.config
     cache_shape = (mesh.shape["data"], model.num_kv_heads, config.capacity, model.head_dim)
     cache_sharding = named_sharding(mesh, CACHE_AXES, cache_shape, {**axis_units(model), "kv_heads": 1})
-    cache = 2 * model.num_layers * _shard_bytes(cache_shape, config.dtype, cache_sharding)
+    cache = _shard_bytes(cache_shape, config.cache_dtype, cache_sharding)
+    if has_scales(config.cache_dtype):
+        cache += _shard_bytes((*cache_shape[:3], 1), "float32", cache_sharding)
+    cache *= 2 * model.num_layers
     num_prefill_tokens = max(config.prefill_chunk_tokens, config.capacity)
     limit = device_memory_bytes(mesh) if limit_bytes is None else limit_bytes
     return MemoryPlan(

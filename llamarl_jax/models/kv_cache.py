@@ -6,38 +6,57 @@ padded prefill, or a former tenant of the slot) is overwritten before it can be 
 Attention reads the whole array, so a cache is kept only as long as its longest live sequence needs: `resize` moves between a few lengths.
 That is a copy now and then, where reading a slice of a long array would be a copy at every step.
 
+float8 and int8 caches have one scale for each token and head, so that a token is stored once and for all. Scales are applied to scores and
+attention weights, not to the cache, which is read as it is.
+
 Dimensions: S slots, K key-value heads, C length in tokens, Q head dim, T new tokens.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from llamarl_jax.models.config import ModelConfig
+from llamarl_jax.quantization.fp8 import quantize
+from llamarl_jax.quantization.int8 import quantize_int8
+
+CacheType = Literal["float32", "bfloat16", "float8_e4m3fn", "int8"]
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of one layer."""
+    """Keys and values of one layer, and the scales of a float8 or int8 cache."""
 
-    keys: Float[Array, "S K C Q"]
-    values: Float[Array, "S K C Q"]
+    keys: Num[Array, "S K C Q"]
+    values: Num[Array, "S K C Q"]
+    key_scales: Float[Array, "S K C"] | None = None
+    value_scales: Float[Array, "S K C"] | None = None
 
 
 KVCache = tuple[LayerCache, ...]
 """One entry a layer: a list, because XLA updates separate arrays in place but copies slices of a stacked one."""
 
 CACHE_AXES = ("rows", "kv_heads", None, None)
-"""Logical axes of a cache array."""
+"""Logical axes of a cache array; those of its scales are the first three."""
 
 
-def init_cache(config: ModelConfig, num_slots: int, capacity: int, dtype: jnp.dtype) -> KVCache:
+def has_scales(dtype: CacheType) -> bool:
+    """Says whether a cache of this type stores scales."""
+    return dtype in ("float8_e4m3fn", "int8")
+
+
+def init_cache(config: ModelConfig, num_slots: int, capacity: int, dtype: CacheType) -> KVCache:
     """Returns a zeroed cache for `num_slots` sequences of up to `capacity` tokens."""
     shape = (num_slots, config.num_kv_heads, capacity, config.head_dim)
-    return tuple(LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers))
+
+    def layer() -> LayerCache:
+        arrays = LayerCache(jnp.zeros(shape, jnp.dtype(dtype)), jnp.zeros(shape, jnp.dtype(dtype)))
+        return arrays._replace(key_scales=jnp.ones(shape[:3]), value_scales=jnp.ones(shape[:3])) if has_scales(dtype) else arrays
+
+    return tuple(layer() for _ in range(config.num_layers))
 
 
 def resize(cache: KVCache, length: int) -> KVCache:
@@ -45,7 +64,8 @@ def resize(cache: KVCache, length: int) -> KVCache:
 
     def change(old: Array) -> Array:
         missing = length - old.shape[2]
-        return jnp.pad(old, ((0, 0), (0, 0), (0, missing), (0, 0))) if missing > 0 else old[:, :, :length]
+        widths = [(0, missing if axis == 2 else 0) for axis in range(old.ndim)]
+        return jnp.pad(old, widths) if missing > 0 else old[:, :, :length]
 
     return jax.tree.map(change, cache)
 
@@ -55,6 +75,16 @@ def write(cache: LayerCache, keys: Float[Array, "S T K Q"], values: Float[Array,
 
     def store(old: Array, new: Array) -> Array:
         new = jnp.swapaxes(new, 1, 2).astype(old.dtype)
-        return jax.vmap(lambda o, n, p: jax.lax.dynamic_update_slice(o, n, (0, p, 0)))(old, new, start)
+        first = (0,) * (old.ndim - 3)
+        return jax.vmap(lambda o, n, p: jax.lax.dynamic_update_slice(o, n, (0, p, *first)))(old, new, start)
 
-    return LayerCache(store(cache.keys, keys), store(cache.values, values))
+    if cache.key_scales is None or cache.value_scales is None:
+        return LayerCache(store(cache.keys, keys), store(cache.values, values))
+    round_off = quantize_int8 if cache.keys.dtype == jnp.int8 else quantize
+    (keys, key_scales), (values, value_scales) = round_off(keys), round_off(values)
+    return LayerCache(
+        store(cache.keys, keys),
+        store(cache.values, values),
+        store(cache.key_scales, key_scales),
+        store(cache.value_scales, value_scales),
+    )

@@ -129,7 +129,7 @@ class Attention(nnx.Module):
         else:
             assert start is not None
             cache = write(cache, keys, values, start)
-            mixed = attend(queries, cache.keys.astype(x.dtype), cache.values.astype(x.dtype), mask)
+            mixed = attend(queries, cache.keys, cache.values, mask, cache.key_scales, cache.value_scales)
         return self.o_proj(mixed.reshape(*x.shape[:2], -1)), cache
 
     def _project(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T H Q"], Float[Array, "B T K Q"], Float[Array, "B T K Q"]]:

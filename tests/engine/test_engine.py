@@ -204,3 +204,16 @@ def test_cache_is_split_over_slots_and_heads():
     assert keys.addressable_shards[0].data.shape == (2, 1, *keys.shape[2:])
     assert len({s.device for s in keys.addressable_shards}) == 4
     assert state.cache[0].keys.sharding.device_set == set(jax.devices()[:4])
+
+
+@pytest.mark.parametrize(("kv_dtype", "mean_gap"), [("int8", 0.02), ("float8_e4m3fn", 0.1)])
+@pytest.mark.parametrize(("data", "tensor"), [(1, 1), (2, 2)])
+def test_a_small_kv_cache_stays_close_to_the_trainers_full_forward(params, kv_dtype, mean_gap, data, tensor):
+    engine = make_engine(kv_dtype=kv_dtype, data=data, tensor=tensor)
+    assert engine.init_decode_state().cache[0].keys.dtype == jnp.dtype(kv_dtype)
+    prompts = make_prompts([1, 2, 15, 16, 17, 24])
+    slots = SlotScheduler(engine, place(engine, unstack(params)), 3)
+    slots.submit(requests(prompts, 3))
+    gaps = [np.abs(c.behaviour_logprobs - trainer_logprobs(params, prompts[t // 3], c, 1.0)) for t, c in run_to_end(slots).items()]
+    mean = np.concatenate(gaps).mean()
+    assert 1e-5 < mean < mean_gap  # it is rounded, and not by much

@@ -44,7 +44,7 @@ def test_decoding_token_by_token_equals_the_full_forward(params):
     full = _logits(STACKED, params, ids)
     model = LISTED.bind(unstack(params))
     step = jax.jit(lambda token, start, cache: model.extend(token, start, cache))
-    cache = init_cache(CONFIG, 2, LENGTH + 5, jnp.dtype("float32"))
+    cache = init_cache(CONFIG, 2, LENGTH + 5, "float32")
     rows = []
     for t in range(LENGTH):
         hidden, cache = step(ids[:, t : t + 1], jnp.full(2, t, jnp.int32), cache)
@@ -55,7 +55,7 @@ def test_decoding_token_by_token_equals_the_full_forward(params):
 def test_prefill_in_two_chunks_equals_one(params):
     ids = _ids()
     model = LISTED.bind(unstack(params))
-    empty = init_cache(CONFIG, 2, LENGTH, jnp.dtype("float32"))
+    empty = init_cache(CONFIG, 2, LENGTH, "float32")
     whole, _ = model.extend(ids, jnp.zeros(2, jnp.int32), empty)
     _, cache = model.extend(ids[:, :13], jnp.zeros(2, jnp.int32), empty)
     rest, _ = model.extend(ids[:, 13:], jnp.full(2, 13, jnp.int32), cache)
