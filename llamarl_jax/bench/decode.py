@@ -16,7 +16,6 @@ import itertools
 import os
 import statistics
 import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,8 +31,8 @@ from llamarl_jax.bench.machine import hardware, load_average, versions
 from llamarl_jax.bench.op_profile import profile_ops
 from llamarl_jax.bench.options import DecodeOptions
 from llamarl_jax.bench.peers import Peer, PeerError, open_peers
-from llamarl_jax.bench.report import DecodeReport, print_report, save_report
-from llamarl_jax.bench.sample import Row, Runner, Sample, TokenIds, agreement
+from llamarl_jax.bench.report import DecodeReport, print_report, report_path, save_report
+from llamarl_jax.bench.sample import OURS, Row, Runner, Sample, TokenIds, agreement
 from llamarl_jax.bench.workload import Workload, make_prompts, open_workload
 from llamarl_jax.engine.api import DecodeState
 from llamarl_jax.engine.engine import DecodeEngine, EngineConfig, PackedResult
@@ -41,8 +40,6 @@ from llamarl_jax.engine.sampling import SamplingConfig
 from llamarl_jax.engine.slots import CompletionRequest, SlotScheduler
 from llamarl_jax.models.transformer import Params
 from llamarl_jax.types import Prompt
-
-OURS = "llamarl_jax"
 
 
 class TimedEngine(DecodeEngine):
@@ -127,33 +124,30 @@ def bench_decode(options: DecodeOptions, console: Console | None = None) -> Path
     workload = open_workload(options)
     if options.peers and workload.folder is None:
         raise ValueError(f"--peers reads a model folder, but {options.model!r} is a shape with random weights; give --model a folder")
-    limits = _limits(options, console)
-    with contextlib.ExitStack() as stack:
-        peers, left_out = open_peers(workload.folder, stack) if options.peers and workload.folder else ([], {})
-        rows, profiles = [], {}
-        for batch in options.batches:
-            ours = OurDecoder(workload, batch, options)
-            rows += _measure_batch(ours, peers, workload, batch, options, left_out, console)
-            if options.profile:
-                profiles[batch] = _profile(ours, make_prompts(workload.config, batch, options.prompt_tokens, options.seed))
-    limits = limits.best(_limits(options, console))
-    costs = {batch: _cost(workload, batch, options) for batch in options.batches}
     report = DecodeReport(
         started=started,
         model=workload.name,
         origin=workload.origin,
         options=options,
         hardware=hardware(),
-        versions={**versions(), **{peer.name: peer.version for peer in peers}},
+        versions=versions(),
         load_average=load_before,
-        limits=limits,
-        costs=costs,
-        rows=tuple(_with_limits(rows, limits, costs)),
-        left_out=left_out,
-        profiles=profiles,
+        limits=_limits(options, console),
     )
+    path = report_path(report)
+    with contextlib.ExitStack() as stack:
+        peers, left_out = open_peers(workload.folder, stack) if options.peers and workload.folder else ([], {})
+        report.versions.update({peer.name: peer.version for peer in peers})
+        for batch in options.batches:
+            ours = OurDecoder(workload, batch, options)
+            rows = _measure_batch(ours, peers, workload, batch, options, left_out, console)
+            profile = _profile(ours, workload, batch, options, console) if options.profile else []
+            report.add(batch, _cost(workload, batch, options), rows, profile, left_out)
+            save_report(report, path)  # after each batch, so that an interrupted run keeps what it has
+    report.limits = report.limits.best(_limits(options, console))
     print_report(report, console)
-    return save_report(report)
+    save_report(report, path)
+    return path
 
 
 def _measure_batch(
@@ -181,6 +175,7 @@ def _measure_batch(
                 continue
             if repeat:
                 samples.setdefault(runner.name, []).append(sample)
+                console.print(f"  {sample.decode_tokens_per_s:,.1f} tokens/s", highlight=False)
     expected = samples[OURS][0].token_ids
     return [
         Row(runner=name, batch=batch, samples=tuple(taken), agreement=agreement(expected, taken[0].token_ids))
@@ -215,22 +210,14 @@ def _cost(workload: Workload, batch: int, options: DecodeOptions) -> StepCost:
     )
 
 
-def _with_limits(rows: Sequence[Row], limits: DeviceLimits, costs: dict[int, StepCost]) -> list[Row]:
-    """Adds to our rows the share of the limit; a peer's cache or weights may have another type, for which it would not hold."""
-    result = []
-    for row in rows:
-        least_s = costs[row.batch].limit_s(limits.read_bytes_per_s, limits.matmul_flops_per_s)
-        share = least_s / row.median("step_s") if row.runner == OURS else None
-        result.append(dataclasses.replace(row, limit_share=share))
-    return result
-
-
-def _profile(ours: OurDecoder, prompts: TokenIds) -> list[dict[str, Any]]:
+def _profile(ours: OurDecoder, workload: Workload, batch: int, options: DecodeOptions, console: Console) -> list[dict[str, Any]]:
     """Traces the second call of a run, when everything is compiled and prefilled."""
     steps = ours.engine.config.decode_steps_per_call
-    ours.submit(prompts, 2 * steps)
-    ours.slots.step()
-    profile = profile_ops(ours.slots.step, num_steps=steps)
-    while not ours.slots.is_idle:
+    prompts = make_prompts(workload.config, batch, options.prompt_tokens, options.seed)
+
+    def run() -> list[dict[str, Any]]:
+        ours.submit(prompts, 2 * steps)
         ours.slots.step()
-    return profile
+        return profile_ops(ours.slots.step, num_steps=steps)
+
+    return undisturbed(run, [os.getpid()], options.max_disturbance, partial(console.print, highlight=False))[0]

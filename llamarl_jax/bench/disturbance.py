@@ -15,7 +15,7 @@ from typing import TypeVar
 ResultT = TypeVar("ResultT")
 
 MAX_TRIES = 8
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 """Longest wait for a quiet machine before each try."""
 
 _BUSY = (0, 1, 2, 5, 6, 7)

@@ -12,25 +12,17 @@ the part of the trace's span in which none ran.
 from __future__ import annotations
 
 import collections
-import re
 import tempfile
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 from jax.profiler import ProfileData
 
+from llamarl_jax.bench.hlo_text import Instruction, parse_hlo
+
 BETWEEN = "(between operations)"
-CONTAINERS = {"while", "call", "conditional"}
-"""Operations whose time is that of others."""
-TELLING = ("dot", "custom-call", "reduce", "dynamic-update-slice", "gather", "scatter", "exponential", "copy", "transpose", "convert")
-"""Opcodes that are worth naming inside a fusion; the rest is elementwise."""
-_PLUMBING = re.compile(r"^(?:jit\(.*\)|while|body|closed_call|cond|vmap\(.*\)|pjit)$")
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = (\S+|\([^=]*?\)) ([\w-]+)\(")
-_NAME = re.compile(r'op_name="([^"]*)"')
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{\s*$")
 
 
 class Interval(NamedTuple):
@@ -40,14 +32,6 @@ class Interval(NamedTuple):
     name: str
     start: float
     end: float
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """What the compiled program says of one operation."""
-
-    opcode: str
-    label: str
 
 
 def profile_ops(run: Callable[[], Any], num_steps: int) -> list[dict[str, Any]]:
@@ -85,7 +69,7 @@ def read_intervals(data: Any) -> list[Interval]:
 
 def summarise(intervals: Iterable[Interval], instructions: dict[tuple[str, str], Instruction], num_steps: int) -> list[dict[str, Any]]:
     """Adds up executions by content; containers are left out."""
-    leaves = [i for i in intervals if not _is_container(i, instructions)]
+    leaves = [i for i in intervals if not (known := instructions.get((i.module, i.name))) or not known.is_container]
     if not leaves:
         return []
     first, last = min(i.start for i in leaves), max(i.end for i in leaves)
@@ -130,47 +114,3 @@ def instructions_of(intervals: Iterable[Interval]) -> dict[tuple[str, str], Inst
                 if score >= best.get(module.name, (0, {}))[0]:
                     best[module.name] = (score, found)
     return {(module, name): instruction for module, (_, found) in best.items() for name, instruction in found.items()}
-
-
-def parse_hlo(text: str) -> dict[str, Instruction]:
-    """Returns the operations of a compiled program by name."""
-    bodies: dict[str, list[str]] = {}
-    body: list[str] = []
-    for line in text.splitlines():
-        if match := _COMPUTATION.match(line):
-            body = bodies.setdefault(match[1], [])
-        elif _INSTRUCTION.match(line):
-            body.append(line)
-    found = {}
-    for line in (line for lines in bodies.values() for line in lines):
-        if match := _INSTRUCTION.match(line):
-            found[match[1]] = _instruction(line, match, bodies)
-    return found
-
-
-def _instruction(line: str, match: re.Match[str], bodies: dict[str, list[str]]) -> Instruction:
-    shape, opcode = re.sub(r"\{[^}]*\}", "", match[2]), match[3]
-    lines = [line]
-    if opcode in ("fusion", "call") and (called := re.search(r"(?:calls|to_apply)=%?([\w.-]+)", line)):
-        lines = bodies.get(called[1], [line])
-    opcodes = [inner[3] for inner in map(_INSTRUCTION.match, lines) if inner]
-    telling = [name for name in TELLING if name in opcodes]
-    counts = [f"{opcodes.count(name)} {name}" if opcodes.count(name) > 1 else name for name in telling]
-    kind = " + ".join(counts) or ("elementwise" if opcode == "fusion" else opcode)
-    is_container = opcode in CONTAINERS and not telling
-    return Instruction(opcode if is_container or opcode != "call" else "fusion", " ".join(filter(None, [kind, shape, _scope(line, lines)])))
-
-
-def _scope(line: str, lines: list[str]) -> str:
-    """Returns the named scopes of the products inside, else of the operation itself, without the machinery of jit and scan."""
-    names = [match[1] for text in lines if " dot(" in text and (match := _NAME.search(text))]
-    if not names and (own := _NAME.search(line)):
-        names = [own[1]]
-    scopes = {"/".join(part for part in name.split("/") if not _PLUMBING.match(part)) for name in names}
-    return ", ".join(sorted(scopes)[:3])
-
-
-def _is_container(interval: Interval, instructions: dict[tuple[str, str], Instruction]) -> bool:
-    known = instructions.get((interval.module, interval.name))
-    opcode = known.opcode if known else interval.name.partition(".")[0]
-    return opcode in CONTAINERS

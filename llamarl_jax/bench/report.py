@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,14 @@ from llamarl_jax.bench.decode_cost import StepCost
 from llamarl_jax.bench.limits import DeviceLimits
 from llamarl_jax.bench.machine import short_name
 from llamarl_jax.bench.options import DecodeOptions
-from llamarl_jax.bench.sample import Row, find_row
+from llamarl_jax.bench.sample import OURS, Row, find_row
 
 NUM_OPS = 12
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class DecodeReport:
-    """Everything that was measured.
+    """Everything that was measured so far.
 
     Attributes:
         model, origin: name and where the weights come from.
@@ -39,14 +38,32 @@ class DecodeReport:
     model: str
     origin: str
     options: DecodeOptions
-    hardware: Mapping[str, Any]
-    versions: Mapping[str, str]
+    hardware: dict[str, Any]
+    versions: dict[str, str]
     load_average: float | None
     limits: DeviceLimits
-    costs: Mapping[int, StepCost]
-    rows: tuple[Row, ...]
-    left_out: Mapping[str, str]
-    profiles: Mapping[int, list[dict[str, Any]]]
+    costs: dict[int, StepCost] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    profiles: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def add(self, batch: int, cost: StepCost, rows: list[Row], profile: list[dict[str, Any]], left_out: dict[str, str]) -> None:
+        """Adds one batch."""
+        self.costs[batch], self.left_out = cost, left_out
+        self.rows += rows
+        if profile:
+            self.profiles[batch] = profile
+
+    def limit_share(self, row: Row) -> float | None:
+        """Returns the least time of a step / the measured one; None for peers, whose cache or weights may have another type."""
+        if row.runner != OURS:
+            return None
+        return self.costs[row.batch].limit_s(self.limits.read_bytes_per_s, self.limits.matmul_flops_per_s) / row.median("step_s")
+
+    def ratio(self, row: Row) -> float | None:
+        """Returns our decode rate over this row's at the same batch; None where ours is missing."""
+        ours = find_row(self.rows, OURS, row.batch)
+        return None if ours is None else ours.decode_tokens_per_s / row.decode_tokens_per_s
 
 
 def print_report(report: DecodeReport, console: Console) -> None:
@@ -69,18 +86,20 @@ def print_report(report: DecodeReport, console: Console) -> None:
         console.print(_profile_table(batch, ops))
 
 
-def save_report(report: DecodeReport) -> Path:
-    """Writes the JSON file, never over an older one, and returns its path."""
-    folder = report.options.output_dir
-    folder.mkdir(parents=True, exist_ok=True)
-    day = report.started.strftime("%Y-%m-%d")
-    name = f"{day}-decode-{report.model.replace('/', '-')}-{report.options.dtype}{_fp8(report.options)}-{short_name(dict(report.hardware))}"
-    path = folder / f"{name}.json"
-    number = 2
+def report_path(report: DecodeReport) -> Path:
+    """Returns a file name that is not taken yet, with day, model, type and hardware in it."""
+    folder, day = report.options.output_dir, report.started.strftime("%Y-%m-%d")
+    name = f"{day}-decode-{report.model.replace('/', '-')}-{report.options.dtype}-{short_name(report.hardware)}"
+    path, number = folder / f"{name}.json", 2
     while path.exists():
         path, number = folder / f"{name}-{number}.json", number + 1
-    path.write_text(json.dumps(as_plain(report), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     return path
+
+
+def save_report(report: DecodeReport, path: Path) -> None:
+    """Writes the JSON file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(as_plain(report), indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def as_plain(report: DecodeReport) -> dict[str, Any]:
@@ -92,13 +111,13 @@ def as_plain(report: DecodeReport) -> dict[str, Any]:
         "model": report.model,
         "weights": report.origin,
         "settings": settings,
-        "hardware": dict(report.hardware),
-        "versions": dict(report.versions),
+        "hardware": report.hardware,
+        "versions": report.versions,
         "load_average_before": report.load_average,
         "limits": asdict(report.limits),
         "least_work_of_a_step": {str(batch): asdict(cost) for batch, cost in report.costs.items()},
         "rows": [_plain_row(row, report) for row in report.rows],
-        "left_out": dict(report.left_out),
+        "left_out": report.left_out,
         "profiles": {str(batch): ops for batch, ops in report.profiles.items()},
     }
 
@@ -112,17 +131,11 @@ def _plain_row(row: Row, report: DecodeReport) -> dict[str, Any]:
         "runner": row.runner,
         "batch": row.batch,
         "median": {name: row.median(name) for name in names},
-        "ours_over_this": _ratio(row, report),
-        "share_of_limit": row.limit_share,
+        "ours_over_this": report.ratio(row),
+        "share_of_limit": report.limit_share(row),
         "tokens_equal_to_ours": row.agreement,
         "repeats": repeats,
     }
-
-
-def _ratio(row: Row, report: DecodeReport) -> float | None:
-    """Returns our decode rate over this row's at the same batch; None where ours is missing."""
-    ours = find_row(report.rows, report.rows[0].runner, row.batch)
-    return None if ours is None else ours.decode_tokens_per_s / row.decode_tokens_per_s
 
 
 def _table(report: DecodeReport) -> Table:
@@ -130,14 +143,14 @@ def _table(report: DecodeReport) -> Table:
     for column in ("batch", "", "tok/s", "ours/this", "step ms", "limit", "prefill s", "same"):
         table.add_column(column, justify="left" if not column else "right", no_wrap=True)
     for row in report.rows:
-        ratio = _ratio(row, report)
+        ratio, limit_share = report.ratio(row), report.limit_share(row)
         table.add_row(
             str(row.batch),
             row.runner,
             f"{row.decode_tokens_per_s:,.1f}",
             "" if ratio is None else f"{ratio:.2f}",
             f"{row.median('step_s') * 1e3:,.2f}",
-            "" if row.limit_share is None else f"{row.limit_share:.0%}",
+            "" if limit_share is None else f"{limit_share:.0%}",
             f"{row.median('prefill_s'):.2f}",
             f"{row.agreement:.0%}",
             end_section=row.batch != _next_batch(report, row),

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 TokenIds = list[list[int]]
+OURS = "llamarl_jax"
+"""Name of our decoder among the runners."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,14 +61,12 @@ class Row:
 
     Attributes:
         agreement: share of tokens that equal ours.
-        limit_share: least time of a step on this hardware / `step_s`; None where the weights are not in the type of the limit.
     """
 
     runner: str
     batch: int
     samples: tuple[Sample, ...]
     agreement: float
-    limit_share: float | None = None
 
     def median(self, name: str) -> float:
         """Returns the median of an attribute of the samples."""

@@ -2,7 +2,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from llamarl_jax.bench.op_profile import BETWEEN, Instruction, Interval, covered, parse_hlo, profile_ops, summarise
+from llamarl_jax.bench.hlo_text import Instruction
+from llamarl_jax.bench.op_profile import BETWEEN, Interval, covered, profile_ops, summarise
 
 NUM_STEPS = 4
 
@@ -51,22 +52,3 @@ def test_executions_are_added_up_by_content_and_containers_left_out():
 
 def test_overlaps_count_once():
     assert covered([Interval("m", "a", 0, 10), Interval("m", "b", 5, 12), Interval("m", "c", 6, 7), Interval("m", "d", 20, 21)]) == 13
-
-
-def test_fusions_are_described_by_what_is_in_them():
-    text = """
-%fused (p: f32[2,3]) -> f32[2] {
-  %p = f32[2,3]{1,0} parameter(0)
-  %d = f32[2,4]{1,0} dot(%p, %p), metadata={op_name="jit(f)/while/body/closed_call/mlp/dot_general"}
-  ROOT %r = f32[2]{0} reduce(%d), to_apply=%sum, metadata={op_name="jit(f)/max"}
-}
-
-ENTRY %main (a: f32[2,3]) -> f32[2] {
-  %a = f32[2,3]{1,0} parameter(0)
-  %copy.1 = f32[2,3]{1,0} copy(%a)
-  ROOT %fusion.7 = f32[2]{0} fusion(%copy.1), kind=kLoop, calls=%fused
-}
-"""
-    found = parse_hlo(text)
-    assert found["fusion.7"].label == "dot + reduce f32[2] mlp/dot_general"
-    assert found["copy.1"].label == "copy f32[2,3]"
