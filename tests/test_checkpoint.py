@@ -1,5 +1,6 @@
 import contextlib
 import resource
+from functools import partial
 
 import jax
 import numpy as np
@@ -62,17 +63,22 @@ def no_large_files():
     return refuse
 
 
-@pytest.mark.parametrize("raised_by", ["save", "close"])
+@pytest.mark.parametrize("raised_by", ["save", "close", "exit"])
 def test_a_write_that_fails_in_the_background_is_raised_and_leaves_the_older_checkpoint(tmp_path, no_large_files, raised_by):
     values = np.random.default_rng(0).random(2 * LARGE).astype(np.float32)  # which no compression makes small
     state = {"x": jax.device_put(values)}
     with Checkpointer(tmp_path, CheckpointConfig(every_steps=1)) as checkpointer:
         checkpointer.save(1, state, {})
     checkpointer = Checkpointer(tmp_path, CheckpointConfig(every_steps=1))
+
+    def exit_only():
+        with checkpointer:
+            pass
+
     with no_large_files():
         checkpointer.save(2, state, {})
         with pytest.raises(ValueError, match="File too large"):
-            checkpointer.save(3, state, {}) if raised_by == "save" else checkpointer.close()
+            {"save": partial(checkpointer.save, 3, state, {}), "close": checkpointer.close, "exit": exit_only}[raised_by]()
     with Checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
         restored = checkpointer.restore(_abstract(len(values)))
     assert restored.step == 1

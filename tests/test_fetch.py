@@ -251,6 +251,17 @@ def test_two_processes_may_fetch_at_once(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
 
 
+def test_a_file_that_appears_in_the_place_of_the_folder_is_an_error_and_stays(tmp_path, monkeypatch):
+    def while_another_is_clumsy(folder):
+        (tmp_path / "tiny").write_text("not a folder")
+        write_tiny_model(folder)
+
+    monkeypatch.setattr(fetch_module, "write_tiny_model", while_another_is_clumsy)
+    with pytest.raises(NotADirectoryError, match="Not a directory"):
+        fetch("tiny", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
+
+
 @pytest.mark.slow
 def test_the_real_model_where_it_is_in_the_cache():
     """Its system prompt, tokens and knowledge: a folder converted with wrong query rows or merges would not say Paris."""

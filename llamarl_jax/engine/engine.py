@@ -247,7 +247,7 @@ class DecodeEngine:
             )
         current = state.cache[0].keys.shape[2]
         wanted = self._cache_length(num_tokens)
-        if wanted < current:  # shorten it only with some air, so that it does not go to and fro
+        if wanted < current:  # shorten it only with some air, so that it does not change at every call
             wanted = min(self._cache_length(num_tokens + num_tokens // 4), current)
         if wanted == current:
             return state
