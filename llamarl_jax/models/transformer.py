@@ -9,8 +9,8 @@ Parameters live outside the modules as a plain nested dict; `TransformerSpec.bin
 parameter carries the logical names of its dimensions, from which `llamarl_jax.meshes` derives every sharding. Kernels are stored
 (out, in) as in Hugging Face files, so loading and exporting never transposes.
 
-Norms, softmax, LM head and log-softmax are float32 whatever the compute dtype. Ids that the tokenizer does not know (vocabulary
-padding) get a logit of −1e30 here, once, for trainer and decoder alike.
+Norms, softmax and log-softmax are float32 whatever the compute dtype. The LM head multiplies in the compute dtype, and its sums and logits
+are float32. Ids that the tokenizer does not know (vocabulary padding) get a logit of −1e30 here, once, for trainer and decoder alike.
 
 Dimensions: B rows, T tokens, C key positions, D model, V vocabulary, H query heads, K key-value heads, Q head dim, F mlp.
 """
@@ -248,7 +248,8 @@ class Transformer(nnx.Module):
         kernel = self.embed.embedding if self.config.is_tied_embedding else self.lm_head.kernel
         contract = (((hidden.ndim - 1,), (1,)), ((), ()))
         with jax.named_scope("lm_head"):
-            logits = jax.lax.dot_general(hidden.astype(jnp.float32), kernel[...].astype(jnp.float32), contract)
+            # Operands stay in the compute dtype: a float32 copy of a bfloat16 kernel would be written at every decode step.
+            logits = jax.lax.dot_general(hidden, kernel[...].astype(hidden.dtype), contract, preferred_element_type=jnp.float32)
         if self.config.valid_vocab_size == self.config.vocab_size:
             return logits
         return jnp.where(jnp.arange(self.config.vocab_size) < self.config.valid_vocab_size, logits, UNKNOWN_ID_LOGIT)
