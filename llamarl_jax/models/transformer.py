@@ -36,6 +36,7 @@ from llamarl_jax.models.kv_cache import KVCache, LayerCache, write
 from llamarl_jax.models.rope import rope_tables, rotate
 from llamarl_jax.quantization.fp8 import DTYPE as FP8_DTYPE
 from llamarl_jax.quantization.fp8 import Mode, QuantizationConfig, fp8_linear, quantize
+from llamarl_jax.quantization.row_product import row_product
 
 UNKNOWN_ID_LOGIT = -1e30
 INIT_SCALE = 0.02
@@ -246,10 +247,9 @@ class Transformer(nnx.Module):
     def logits(self, hidden: Float[Array, "*shape D"]) -> Float[Array, "*shape V"]:
         """Returns float32 logits; ids unknown to the tokenizer get −1e30."""
         kernel = self.embed.embedding if self.config.is_tied_embedding else self.lm_head.kernel
-        contract = (((hidden.ndim - 1,), (1,)), ((), ()))
         with jax.named_scope("lm_head"):
             # Operands stay in the compute dtype: a float32 copy of a bfloat16 kernel would be written at every decode step.
-            logits = jax.lax.dot_general(hidden, kernel[...].astype(hidden.dtype), contract, preferred_element_type=jnp.float32)
+            logits = row_product(hidden, kernel[...].astype(hidden.dtype))
         if self.config.valid_vocab_size == self.config.vocab_size:
             return logits
         return jnp.where(jnp.arange(self.config.vocab_size) < self.config.valid_vocab_size, logits, UNKNOWN_ID_LOGIT)
