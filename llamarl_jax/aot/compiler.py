@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Literal
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 Products = Literal["cublas", "triton"]
 OPTIONS: Mapping[Products, dict[str, str | bool | int]] = {
@@ -124,9 +125,12 @@ def _captured_stderr() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def _no_cache() -> Iterator[None]:
+    """Turns JAX's cache of compiled programs off; JAX looks at the option once, at its first compilation, unless it is reset."""
     enabled = bool(jax.config.jax_enable_compilation_cache)  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
     try:
         yield
     finally:
         jax.config.update("jax_enable_compilation_cache", enabled)
+        compilation_cache.reset_cache()

@@ -125,7 +125,9 @@ class Report:
         """Returns the record as some lines of text."""
         mesh = " × ".join(f"{axis} {size}" for axis, size in self.mesh_shape.items())
         heading = f"{self.name} on {self.target}, {mesh}: traced in {self.lower_s:.1f} s, compiled in {self.compile_s:.1f} s"
-        return "\n".join([heading, *(f"  {line}" for line in (*self._describe_memory(), *self._describe_step(), *self._describe_warnings()))])
+        return "\n".join(
+            [heading, *(f"  {line}" for line in (*self._describe_memory(), *self._describe_step(), *self._describe_warnings()))]
+        )
 
     def _describe_memory(self) -> list[str]:
         memory, verdict = self.memory, "" if self.fits else ": DOES NOT FIT"

@@ -20,6 +20,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from llamarl_jax.aot.compiler import Compiled, compile_lowered
+from llamarl_jax.aot.hlo import Parameter
 from llamarl_jax.aot.targets import A100, H100, Target, topology
 from llamarl_jax.meshes import build_mesh
 from llamarl_jax.quantization.fp8 import fp8_linear
@@ -200,6 +201,18 @@ def compile_program(name: str, devices: Any) -> Compiled:
 
 def compile_for_target(name: str) -> Compiled:
     return compile_program(name, topology(PROGRAMS[name].target))
+
+
+def read_sample(name: str) -> str:
+    return (SAMPLES / f"{name}.hlo").read_text(encoding="utf-8")
+
+
+def read_buffers(name: str) -> str:
+    return (SAMPLES / f"{name}.buffers").read_text(encoding="utf-8")
+
+
+def is_weight(parameter: Parameter) -> bool:
+    return parameter.name.startswith("params")
 
 
 def _without_source(text: str) -> str:
