@@ -29,7 +29,7 @@ def inverse_transform(mass: Float[Array, "S V"], uniforms: Float[Array, "S 2"]) 
     Args:
         uniforms: two numbers in [0, 1) for each slot, which decide the block and the entry in it.
     """
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh: Any = jax.sharding.get_abstract_mesh()
     split = PartitionSpec(None, None) if mesh.empty else partition_spec(mesh, ("rows", "vocab"), mass.shape, {})
     if split[1] is None:
         return _draw_whole(mass, uniforms)
