@@ -9,8 +9,8 @@ Parameters live outside the modules as a plain nested dict; `TransformerSpec.bin
 parameter carries the logical names of its dimensions, from which `llamarl_jax.meshes` derives every sharding. Kernels are stored
 (out, in) as in Hugging Face files, so loading and exporting never transposes.
 
-Norms, softmax, LM head and log-softmax are float32 whatever the compute dtype. Ids that the tokenizer does not know (vocabulary
-padding) get a logit of −1e30 here, once, for trainer and decoder alike.
+Norms, softmax and log-softmax are float32 whatever the compute dtype. The LM head multiplies in the compute dtype, and its sums and logits
+are float32. Ids that the tokenizer does not know (vocabulary padding) get a logit of −1e30 here, once, for trainer and decoder alike.
 
 Dimensions: B rows, T tokens, C key positions, D model, V vocabulary, H query heads, K key-value heads, Q head dim, F mlp.
 """
@@ -38,6 +38,7 @@ from llamarl_jax.models.kv_cache import KVCache, LayerCache, write
 from llamarl_jax.models.rope import rope_tables, rotate
 from llamarl_jax.quantization.fp8 import DTYPE as FP8_DTYPE
 from llamarl_jax.quantization.fp8 import Mode, QuantizationConfig, fp8_linear, quantize
+from llamarl_jax.quantization.row_product import row_product
 
 UNKNOWN_ID_LOGIT = -1e30
 INIT_SCALE = 0.02
@@ -78,7 +79,11 @@ class Linear(nnx.Module):
     def __call__(self, x: Float[Array, "B T I"]) -> Float[Array, "B T O"]:
         """Applies the layer in the dtype of `x`."""
         if self.kernel_scale is None:
-            y = multiply(x, jnp.asarray(self.kernel[...], x.dtype), self.kernels)
+            kernel = self.kernel[...].astype(x.dtype)
+            if can_be_native(x, kernel, self.kernels):
+                y = native.linear(x, kernel)
+            else:
+                y = jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (1,)), ((), ())))
         else:
             y = fp8_linear(x, self.kernel[...], self.kernel_scale[...], self.mode)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
@@ -271,7 +276,9 @@ class Transformer(nnx.Module):
         """Returns float32 logits; ids unknown to the tokenizer get −1e30."""
         kernel = self.embed.embedding if self.config.is_tied_embedding else self.lm_head.kernel
         with jax.named_scope("lm_head"):
-            logits = multiply(hidden.astype(jnp.float32), jnp.asarray(kernel[...], jnp.float32), self.kernels)
+            # Operands stay in the compute dtype: a float32 copy of a bfloat16 kernel would be written at every decode step.
+            operand = kernel[...].astype(hidden.dtype)
+            logits = native.linear(hidden, operand) if can_be_native(hidden, operand, self.kernels) else row_product(hidden, operand)
         if self.config.valid_vocab_size == self.config.vocab_size:
             return logits
         return jnp.where(jnp.arange(self.config.vocab_size) < self.config.valid_vocab_size, logits, UNKNOWN_ID_LOGIT)
@@ -304,11 +311,9 @@ class Embedding(nnx.Module):
         return jnp.take(self.embedding[...], token_ids, axis=0)
 
 
-def multiply(x: Float[Array, "*shape I"], kernel: Float[Array, "O I"], kernels: Kernels) -> Float[Array, "*shape O"]:
-    """Returns x · kernelᵀ by the chosen kernels, where those take operands of these shapes and types."""
-    if kernels == "native" and native.can_multiply(x, kernel):
-        return native.linear(x, kernel)
-    return jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (1,)), ((), ())))
+def can_be_native(x: Float[Array, "*shape I"], kernel: Float[Array, "O I"], kernels: Kernels) -> bool:
+    """Says whether native kernels were chosen and take a product of these shapes and types."""
+    return kernels == "native" and native.can_multiply(x, kernel)
 
 
 @dataclass(frozen=True)
