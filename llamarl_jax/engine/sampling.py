@@ -27,7 +27,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from llamarl_jax.engine.inverse_transform import inverse_transform
+from llamarl_jax.engine.vocabulary import first_largest, inverse_transform
 
 _BITS_OF_ONE = 0x3F800000
 
@@ -117,7 +117,7 @@ def sample(
     if is_truncated:
         threshold = jnp.where(is_greedy, 0.0, _threshold(mass, sampling))
         mass = jnp.where(mass >= threshold[:, None], mass, 0.0)
-    ids = jnp.where(is_greedy, jnp.argmax(scaled, axis=-1), inverse_transform(mass, uniforms)).astype(jnp.int32)
+    ids = jnp.where(is_greedy, first_largest(scaled), inverse_transform(mass, uniforms)).astype(jnp.int32)
     chosen = jnp.take_along_axis(scaled, ids[:, None], axis=-1)
     logprobs = (chosen - peak)[:, 0] - jnp.log(jnp.sum(mass, axis=-1))
     return ids, logprobs

@@ -14,6 +14,7 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -120,8 +121,8 @@ def build(folder: Path) -> Path:
         NativeKernelError: there is no compiler, it fails, or the folder cannot be written.
     """
     compiler = _find_compiler()
-    command = [compiler, *FLAGS, "-isystem", jax.ffi.include_dir()]
-    parts = (SOURCE.read_bytes(), " ".join(command).encode(), _run([compiler, "--version"]).encode(), _processor())
+    command = [*compiler, *FLAGS, "-isystem", jax.ffi.include_dir()]
+    parts = (SOURCE.read_bytes(), " ".join(command).encode(), _run([*compiler, "--version"]).encode(), _processor())
     digest = hashlib.sha256(b"\0".join((*parts, jaxlib.__version__.encode()))).hexdigest()
     target = folder / f"cpu-{digest[:16]}.so"
     if target.is_file():
@@ -139,15 +140,16 @@ def build(folder: Path) -> Path:
     return target
 
 
-def _find_compiler() -> str:
-    wanted = os.environ.get("CXX")
-    found = next((path for name in ((wanted,) if wanted else COMPILERS) if (path := shutil.which(name))), None)
-    if found is None:
-        tried = f"CXX={wanted!r}" if wanted else ", ".join(COMPILERS)
-        raise NativeKernelError(
-            f"no C++ compiler found ({tried}); install one (Debian and Ubuntu: `apt-get install g++`, macOS: `xcode-select --install`)"
-        )
-    return found
+def _find_compiler() -> list[str]:
+    """Returns the compiler's command; $CXX may have arguments, as in CXX="ccache g++"."""
+    wanted = os.environ.get("CXX", "")
+    for command in [shlex.split(wanted)] if wanted.strip() else [[name] for name in COMPILERS]:
+        if path := shutil.which(command[0]):
+            return [path, *command[1:]]
+    tried = f"CXX={wanted!r}" if wanted.strip() else ", ".join(COMPILERS)
+    raise NativeKernelError(
+        f"no C++ compiler found ({tried}); install one (Debian and Ubuntu: `apt-get install g++`, macOS: `xcode-select --install`)"
+    )
 
 
 def _run(command: list[str]) -> str:

@@ -79,7 +79,7 @@ class Linear(nnx.Module):
     def __call__(self, x: Float[Array, "B T I"]) -> Float[Array, "B T O"]:
         """Applies the layer in the dtype of `x`."""
         if self.kernel_scale is None:
-            kernel = self.kernel[...].astype(x.dtype)
+            kernel = jnp.asarray(self.kernel[...], x.dtype)
             if can_be_native(x, kernel, self.kernels):
                 y = native.linear(x, kernel)
             else:
@@ -277,7 +277,7 @@ class Transformer(nnx.Module):
         kernel = self.embed.embedding if self.config.is_tied_embedding else self.lm_head.kernel
         with jax.named_scope("lm_head"):
             # Operands stay in the compute dtype: a float32 copy of a bfloat16 kernel would be written at every decode step.
-            operand = kernel[...].astype(hidden.dtype)
+            operand = jnp.asarray(kernel[...], hidden.dtype)
             logits = native.linear(hidden, operand) if can_be_native(hidden, operand, self.kernels) else row_product(hidden, operand)
         if self.config.valid_vocab_size == self.config.vocab_size:
             return logits

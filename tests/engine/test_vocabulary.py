@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from llamarl_jax.engine.inverse_transform import BLOCK_SIZE, inverse_transform
+from llamarl_jax.engine.vocabulary import BLOCK_SIZE, first_largest, inverse_transform
 from llamarl_jax.meshes import build_mesh, named_sharding
 
 
@@ -40,3 +40,15 @@ def test_a_split_vocabulary_is_not_gathered():
         text = jax.jit(inverse_transform).lower(mass, jnp.ones((num_slots, 2))).compile().as_text() or ""
     assert "all-reduce(" in text
     assert "all-gather(" not in text
+
+
+@pytest.mark.parametrize("vocab_size", [8, 300, 8 * BLOCK_SIZE, 2008])
+@pytest.mark.parametrize("tensor", [1, 8])
+def test_the_first_of_the_largest_is_found(vocab_size, tensor):
+    """Among small whole numbers, so that most rows have several; also where all are equal or −inf."""
+    x = np.random.default_rng(vocab_size).integers(-9, 0, (256, vocab_size)).astype(np.float32)
+    x[0], x[1] = -np.inf, 3
+    mesh = build_mesh(jax.devices()[:tensor], {"data": 1, "tensor": tensor})
+    placed = jax.device_put(x, named_sharding(mesh, ("rows", "vocab"), x.shape))
+    with jax.set_mesh(mesh):
+        np.testing.assert_array_equal(jax.jit(first_largest)(placed), np.argmax(x, axis=-1))
