@@ -10,6 +10,9 @@ in which slot when it was dispatched, and with which weights.
 Weights may be swapped between two calls. Tokens are stamped with the version that was in force when their call was dispatched. A
 prefix that is kept for more requests, or half computed, belongs to the old weights and is dropped. The KV cache of running completions is
 kept, or computed again with the new weights.
+
+Between two calls that are both read, all there is can also be written down (`snapshot`) and taken up by another scheduler (`resume`),
+which computes the caches again.
 """
 
 from __future__ import annotations
@@ -41,6 +44,27 @@ class CompletionRequest:
     sampling: SamplingConfig
     max_new_tokens: int
     deadline_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningCompletion:
+    """A completion in a slot, as far as it has come."""
+
+    slot: int
+    ticket: int
+    sample_index: int
+    token_ids: np.ndarray
+    behaviour_logprobs: np.ndarray
+    weight_versions: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotsSnapshot:
+    """Who is in which slot and who waits for one: the running ones by slot, (ticket, sample index) of the queue, free slots in order."""
+
+    running: tuple[RunningCompletion, ...]
+    queue: tuple[tuple[int, int], ...]
+    free: tuple[int, ...]
 
 
 @dataclass
@@ -235,6 +259,65 @@ class SlotScheduler:
             self._finish(_Tenant(request, 0.0), FinishReason.ABORTED)
         self._abort_where(lambda tenant: tenant.request.ticket in wanted)
 
+    def settle(self) -> list[tuple[int, Completion]]:
+        """Reads every call that was dispatched, dispatches none, and returns what has ended as `step` does."""
+        while self._calls:
+            self._read(self._calls.popleft())
+        finished, self._finished = self._finished, []
+        return finished
+
+    def running_tickets(self) -> list[int]:
+        """Returns the ticket of each completion that is in a slot, by slot."""
+        return [tenant.request.ticket for _, tenant in sorted(self._tenants.items())]
+
+    def snapshot(self) -> SlotsSnapshot:
+        """Writes down what runs and waits, after `settle`; prompts that are half prefilled go back to the queue."""
+        assert not self._calls, "settle() reads the calls first"
+        assert not self._finished, "settle() hands out what has ended first"
+        if self._wave is not None:
+            self._restart_wave(self._wave)
+        running = tuple(
+            RunningCompletion(
+                slot=slot,
+                ticket=tenant.request.ticket,
+                sample_index=tenant.request.sample_index,
+                token_ids=_join(tenant.token_ids, np.int32),
+                behaviour_logprobs=_join(tenant.logprobs, np.float32),
+                weight_versions=_join(tenant.weight_versions, np.int32),
+            )
+            for slot, tenant in sorted(self._tenants.items())
+        )
+        return SlotsSnapshot(running=running, queue=tuple((r.ticket, r.sample_index) for r in self._queue), free=tuple(self._free))
+
+    def resume(self, snapshot: SlotsSnapshot, request_of: Callable[[int, int], CompletionRequest]) -> None:
+        """Takes up what another scheduler has written down; running completions get a new KV cache by the weights in force.
+
+        With another number of slots they take the first ones, and those without a slot begin again.
+
+        Args:
+            request_of: (ticket, sample index) → the request.
+        """
+        running = dict(enumerate(snapshot.running))
+        if len(snapshot.running) + len(snapshot.free) == self._engine.num_slots:
+            running = {known.slot: known for known in snapshot.running}
+            self._free = list(snapshot.free)
+        else:
+            self._free = list(range(len(running), self._engine.num_slots))[::-1]
+        for slot, known in running.items():
+            request = request_of(known.ticket, known.sample_index)
+            if slot >= self._engine.num_slots:
+                self._queue.append(request)
+                continue
+            self._tenants[slot] = _Tenant(
+                request,
+                self._clock(),
+                token_ids=[known.token_ids],
+                logprobs=[known.behaviour_logprobs],
+                weight_versions=[known.weight_versions],
+            )
+        self._queue.extend(request_of(*waiting) for waiting in snapshot.queue)
+        self._recompute_cache()
+
     def take_counters(self) -> DecodeCounters:
         """Returns the counters and starts new ones."""
         counters, self._counters = self._counters, DecodeCounters()
@@ -360,9 +443,14 @@ class SlotScheduler:
             self._counters.num_aborted += 1
         completion = Completion(
             sample_index=tenant.request.sample_index,
-            token_ids=np.concatenate([np.zeros(0, np.int32), *tenant.token_ids]),
-            behaviour_logprobs=np.concatenate([np.zeros(0, np.float32), *tenant.logprobs]),
-            weight_versions=np.concatenate([np.zeros(0, np.int32), *tenant.weight_versions]),
+            token_ids=_join(tenant.token_ids, np.int32),
+            behaviour_logprobs=_join(tenant.logprobs, np.float32),
+            weight_versions=_join(tenant.weight_versions, np.int32),
             finish_reason=reason,
         )
         self._finished.append((tenant.request.ticket, completion))
+
+
+def _join(pieces: Sequence[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
+    """Returns the pieces as one array; no pieces are an empty one."""
+    return np.concatenate([np.zeros(0, dtype), *pieces])

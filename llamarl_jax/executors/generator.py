@@ -1,13 +1,17 @@
 """The generator: draws prompts as the schedule admits them, decodes their completions, and loads new weights.
 
-Two loops over the same parts. In `boundary` mode it works in rounds: round k is decoded with exactly version max(start, k − S), and the
-decoder is drained before the next weights are loaded, so a run is reproducible. In `in_flight` mode it never drains: before every decode
-call it takes the newest weights, admits what the staleness bound allows, and goes on; a completion may then span versions, each token
-carrying its own.
+Two loops over the same parts. In `boundary` mode it works in rounds, each with a weight version of its own that its number fixes: as soon
+as a round is full it waits for the rewards, closes the round, loads the next weights, and goes on. Completions that are not at their end
+by then (partial rollouts) stay in their slots. The schedule is told after each decode call what has ended in it, so that a run is
+reproducible. In `in_flight` mode it never waits for rewards: before every decode call it takes the newest weights, admits what the
+staleness bound allows, and goes on. A completion may span versions, each token carrying its own.
+
+Where a checkpoint is due, `boundary` mode writes down what is unfinished when the round begins whose weights the checkpoint holds.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -19,8 +23,9 @@ from llamarl_jax.engine.sampling import SamplingConfig
 from llamarl_jax.engine.slots import CompletionRequest, SlotScheduler
 from llamarl_jax.metrics.counters import Counters
 from llamarl_jax.metrics.timeline import Timeline
-from llamarl_jax.schedule import Schedule, SharedSchedule
+from llamarl_jax.schedule import SharedSchedule
 from llamarl_jax.types import Completion, CompletionGroup, Prompt
+from llamarl_jax.unfinished import Unfinished, UnfinishedGroup
 from llamarl_jax.weights.channel import WeightChannel, WeightUpdate
 
 POLL_S = 0.05
@@ -40,8 +45,8 @@ class GeneratorConfig:
     min_p: float = 0.0
     """Only 0 (off), see top_k."""
     kv_after_update: Literal["keep", "recompute"] = "keep"
-    """What becomes of the KV cache of running completions when new weights are swapped in (mode `in_flight`): kept, as computed by the
-    old weights, or computed again, which costs a prefill of all that is running."""
+    """What becomes of the KV cache of running completions when new weights are swapped in (mode `in_flight` and partial rollouts): kept,
+    as computed by the old weights, or computed again, which costs a prefill of all that is running."""
     completion_deadline_s: float | None = None
     """Seconds after which a completion is cut off as it is; it is trained on and counted as truncated. A run is then not reproducible."""
 
@@ -71,6 +76,7 @@ class _OpenGroup:
     prompt: Prompt
     admission_index: int
     version_class: int
+    round_index: int  # that admitted it; 0 in mode `in_flight`, which has none
     completions: list[Completion] = field(default_factory=list)
 
 
@@ -92,17 +98,24 @@ class Generator:
         counters: Counters,
         heartbeat: Callable[[], None],
         evaluate: Callable[[SlotScheduler], None] | None = None,
+        resumed: Unfinished | None = None,
+        unfinished: Channel[Unfinished] | None = None,
+        is_checkpoint_due: Callable[[int], bool] = lambda _step: False,
     ) -> None:
         """Joins the parts.
 
         Args:
             evaluate: called with the idle slots when the first and when the last weights are loaded, None for no evaluation.
             heartbeat: called whenever progress was made.
+            resumed: what was unfinished at the checkpoint that the run goes on from.
+            unfinished: where to put what is unfinished when a checkpoint of it is due.
+            is_checkpoint_due: says so of a number of committed steps.
         """
         self._config, self._engine = config, engine
         self._max_new_tokens, self._dispatch_ahead = max_new_tokens, dispatch_ahead
         self._schedule, self._cursor, self._weights, self._completions = schedule, cursor, weights, completions
         self._timeline, self._counters, self._heartbeat, self._evaluate = timeline, counters, heartbeat, evaluate
+        self._resumed, self._unfinished, self._is_checkpoint_due = resumed, unfinished, is_checkpoint_due
         self._open: dict[int, _OpenGroup] = {}
         self._slots: SlotScheduler | None = None
 
@@ -114,8 +127,7 @@ class Generator:
         if self._evaluate and self._slots.version == 0:
             self._evaluate(self._slots)
         if self._schedule.config.mode == "boundary":
-            for round_index in range(self._schedule.start_version, self._schedule.config.num_steps):
-                self._generate_round(self._slots, round_index)
+            self._generate_rounds(self._slots)
         else:
             self._generate_in_flight(self._slots)
         while self._slots.version < self._schedule.config.num_steps and self._evaluate:
@@ -123,28 +135,68 @@ class Generator:
         if self._evaluate:
             self._evaluate(self._slots)
 
-    def _generate_round(self, slots: SlotScheduler, round_index: int) -> None:
-        schedule = self._schedule
-        while slots.version < schedule.round_version(round_index):
-            self._load(slots, self._wait_for_weights())
-
-        def is_closed_or_lacks_groups(s: Schedule) -> bool:
-            return s.open_round > round_index or s.num_admissible(slots.version) > 0
-
-        while schedule.open_round == round_index:  # more than once only where groups were dropped and must be replaced
-            for _ in range(schedule.num_admissible(slots.version)):
-                self._admit(slots)
-            while not slots.is_idle:
+    def _generate_rounds(self, slots: SlotScheduler) -> None:
+        schedule, num_rounds = self._schedule, self._schedule.config.num_steps
+        if self._resumed and schedule.open_round < num_rounds:
+            self._take_up(slots, self._resumed)
+        for round_index in range(schedule.open_round, num_rounds):
+            while slots.version < schedule.round_version(round_index):
+                self._load(slots, self._wait_for_weights())
+            while not self._close_round(slots):
+                self._admit_all(slots)
                 self._decode(slots)
-            with self._timeline.wait("generator", "rewards"):
-                schedule.wait_until(is_closed_or_lacks_groups)
+            self._count_carried(slots, round_index)
+            self._heartbeat()
+            step = round_index + 1 - schedule.config.round_lag
+            if step > schedule.start_version and round_index + 1 < num_rounds and self._is_checkpoint_due(step):
+                self._write_down(slots)
+        if self._unfinished is not None:
+            self._write_down(slots)
+
+    def _close_round(self, slots: SlotScheduler) -> bool:
+        """Closes the open round if it is full, which needs all rewards; returns False if it has to go on."""
+        if not self._schedule.is_round_full:
+            return False
+        self._collect(slots.settle())
+        self._count(slots)
+        self._heartbeat()
+        with self._timeline.wait("generator", "rewards"):
+            self._schedule.wait_until(lambda schedule: schedule.is_round_judged)
+        return self._schedule.close_round()
+
+    def _count_carried(self, slots: SlotScheduler, round_index: int) -> None:
+        """Counts the completions that are carried from one round into the next, by the rounds that they are old then."""
+        ages = Counter(round_index + 1 - self._open[index].round_index for index in slots.running_tickets())
+        self._counters.add(carried=ages.total(), **{f"carried_{age}": count for age, count in ages.items()})
+
+    def _write_down(self, slots: SlotScheduler) -> None:
+        """Puts what is unfinished as the open round begins where the trainer finds it for its checkpoint."""
+        assert self._unfinished is not None, "checkpoints are written"
+        groups = tuple(
+            UnfinishedGroup(
+                prompt=group.prompt,
+                admission_index=group.admission_index,
+                version_class=group.version_class,
+                round_index=group.round_index,
+                completions=tuple(group.completions),
+            )
+            for group in self._open.values()
+        )
+        self._unfinished.put(
+            Unfinished(schedule=self._schedule.round_start(), cursor=self._cursor.undrawn(), slots=slots.snapshot(), groups=groups)
+        )
+
+    def _take_up(self, slots: SlotScheduler, resumed: Unfinished) -> None:
+        for group in resumed.groups:
+            index = group.admission_index
+            self._open[index] = _OpenGroup(group.prompt, index, group.version_class, group.round_index, list(group.completions))
+        slots.resume(resumed.slots, self._request)
 
     def _generate_in_flight(self, slots: SlotScheduler) -> None:
         while not self._schedule.is_exhausted:
             if (update := self._weights.take_newest()) is not None:
                 self._load(slots, update)
-            while slots.num_vacancies > 0 and self._schedule.num_admissible(slots.version) > 0:
-                self._admit(slots)
+            self._admit_all(slots)
             if not slots.is_idle:
                 self._decode(slots)
                 continue
@@ -155,28 +207,37 @@ class Generator:
         while not slots.is_idle:  # a call that was dispatched ahead, of completions that had all ended
             self._decode(slots)
 
-    def _admit(self, slots: SlotScheduler) -> int:
+    def _admit_all(self, slots: SlotScheduler) -> None:
+        """Admits groups until every slot has a completion or the schedule allows no more."""
+        while slots.num_vacancies > 0 and self._schedule.num_admissible(slots.version) > 0:
+            self._admit(slots)
+
+    def _admit(self, slots: SlotScheduler) -> None:
         admission = self._schedule.admit(slots.version)
         index = admission.admission_index
         prompt = self._cursor.draw(index)
-        self._open[index] = _OpenGroup(prompt, index, admission.version_class)
-        requests = [
-            CompletionRequest(
-                ticket=index,
-                prompt=prompt,
-                sample_index=sample,
-                sampling=self._config.sampling,
-                max_new_tokens=self._max_new_tokens,
-                deadline_s=self._config.completion_deadline_s,
-            )
-            for sample in range(self._schedule.config.group_size)
-        ]
-        slots.submit(requests)
-        return index
+        round_index = self._schedule.open_round if self._schedule.config.mode == "boundary" else 0
+        self._open[index] = _OpenGroup(prompt, index, admission.version_class, round_index)
+        slots.submit([self._request(index, sample) for sample in range(self._schedule.config.group_size)])
+
+    def _request(self, admission_index: int, sample_index: int) -> CompletionRequest:
+        return CompletionRequest(
+            ticket=admission_index,
+            prompt=self._open[admission_index].prompt,
+            sample_index=sample_index,
+            sampling=self._config.sampling,
+            max_new_tokens=self._max_new_tokens,
+            deadline_s=self._config.completion_deadline_s,
+        )
 
     def _decode(self, slots: SlotScheduler) -> None:
         with self._timeline.span("generator", "decode"):
             finished = slots.step()
+        self._count(slots)
+        self._collect(finished)
+        self._heartbeat()
+
+    def _count(self, slots: SlotScheduler) -> None:
         counters = slots.take_counters()
         self._counters.add(
             generated_tokens=counters.num_kept_tokens,
@@ -185,12 +246,19 @@ class Generator:
             aborted=counters.num_aborted,
             tail_s=counters.tail_s,
         )
+
+    def _collect(self, finished: list[tuple[int, Completion]]) -> None:
+        """Hands on the groups that are whole by what one call has ended."""
+        whole = []
         for index, completion in finished:
             group = self._open[index]
             group.completions.append(completion)
             if len(group.completions) == self._schedule.config.group_size:
-                self._emit(self._open.pop(index))
-        self._heartbeat()
+                whole.append(self._open.pop(index))
+        if self._schedule.config.mode == "boundary":
+            self._schedule.mark_sampled([group.admission_index for group in whole])
+        for group in whole:
+            self._emit(group)
 
     def _emit(self, group: _OpenGroup) -> None:
         ordered = tuple(sorted(group.completions, key=lambda c: c.sample_index))
