@@ -11,8 +11,8 @@ Weights may be swapped between two calls. Tokens are stamped with the version th
 prefix that is kept for more requests, or half computed, belongs to the old weights and is dropped. The KV cache of running completions is
 kept, or computed again with the new weights.
 
-Between two calls that are both read, all there is can also be written down (`snapshot`) and taken up by another scheduler (`resume`),
-which computes the caches again.
+Between two calls that are both read, all there is can also be written down (`unfinished`) and taken up by another scheduler (`restart`),
+which computes the caches again. A scheduler that goes on itself, and is to do bit for bit what the other one does, restarts likewise.
 """
 
 from __future__ import annotations
@@ -44,27 +44,6 @@ class CompletionRequest:
     sampling: SamplingConfig
     max_new_tokens: int
     deadline_s: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunningCompletion:
-    """A completion in a slot, as far as it has come."""
-
-    slot: int
-    ticket: int
-    sample_index: int
-    token_ids: np.ndarray
-    behaviour_logprobs: np.ndarray
-    weight_versions: np.ndarray
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlotsSnapshot:
-    """Who is in which slot and who waits for one: the running ones by slot, (ticket, sample index) of the queue, free slots in order."""
-
-    running: tuple[RunningCompletion, ...]
-    queue: tuple[tuple[int, int], ...]
-    free: tuple[int, ...]
 
 
 @dataclass
@@ -111,6 +90,16 @@ class _Tenant:
         limit_s = self.request.deadline_s
         return limit_s is not None and now_s - self.started_s > limit_s
 
+    def completion(self, reason: FinishReason) -> Completion:
+        """Returns what it has emitted, as ended by `reason`."""
+        return Completion(
+            sample_index=self.request.sample_index,
+            token_ids=np.concatenate([np.zeros(0, np.int32), *self.token_ids]),
+            behaviour_logprobs=np.concatenate([np.zeros(0, np.float32), *self.logprobs]),
+            weight_versions=np.concatenate([np.zeros(0, np.int32), *self.weight_versions]),
+            finish_reason=reason,
+        )
+
     def slot_request(self, slot: int) -> SlotRequest:
         """Returns what starts it in `slot`, or goes on with it behind what it has emitted."""
         return SlotRequest(
@@ -154,9 +143,9 @@ class _Wave:
     is_cold: bool
     waiting: dict[int, _Family]
 
-    def tickets(self) -> set[int]:
-        """Returns the tickets of those who wait."""
-        return {tenant.request.ticket for family in self.waiting.values() for _, tenant in family.members}
+    def members(self) -> list[tuple[int, _Tenant]]:
+        """Returns those who wait, with their slots, in the order of the queue."""
+        return [member for _, family in sorted(self.waiting.items()) for member in family.members]
 
 
 class SlotScheduler:
@@ -252,7 +241,7 @@ class SlotScheduler:
     def abort(self, tickets: Collection[int]) -> None:
         """Ends completions as they are; the next `step` returns them with the reason `aborted`, without tokens if they had not started."""
         wanted = set(tickets)
-        if self._wave is not None and wanted & self._wave.tickets():
+        if self._wave is not None and any(tenant.request.ticket in wanted for _, tenant in self._wave.members()):
             self._restart_wave(self._wave)
         for request in [request for request in self._queue if request.ticket in wanted]:
             self._queue.remove(request)
@@ -266,56 +255,38 @@ class SlotScheduler:
         finished, self._finished = self._finished, []
         return finished
 
-    def running_tickets(self) -> list[int]:
-        """Returns the ticket of each completion that is in a slot, by slot."""
-        return [tenant.request.ticket for _, tenant in sorted(self._tenants.items())]
+    def unfinished(self) -> list[tuple[int, Completion]]:
+        """Returns what runs, by slot, and then what waits, with their tickets: each as `abort` would end it, but it goes on.
 
-    def snapshot(self) -> SlotsSnapshot:
-        """Writes down what runs and waits, after `settle`; prompts that are half prefilled go back to the queue."""
-        assert not self._calls, "settle() reads the calls first"
-        assert not self._finished, "settle() hands out what has ended first"
-        if self._wave is not None:
-            self._restart_wave(self._wave)
-        running = tuple(
-            RunningCompletion(
-                slot=slot,
-                ticket=tenant.request.ticket,
-                sample_index=tenant.request.sample_index,
-                token_ids=_join(tenant.token_ids, np.int32),
-                behaviour_logprobs=_join(tenant.logprobs, np.float32),
-                weight_versions=_join(tenant.weight_versions, np.int32),
-            )
-            for slot, tenant in sorted(self._tenants.items())
-        )
-        return SlotsSnapshot(running=running, queue=tuple((r.ticket, r.sample_index) for r in self._queue), free=tuple(self._free))
+        Those that run have at least one token each, after `settle`; those that wait have none.
+        """
+        seated = sorted(self._tenants.items()) + (self._wave.members() if self._wave else [])
+        tenants = [tenant for _, tenant in seated] + [_Tenant(request, 0.0) for request in self._queue]
+        return [(tenant.request.ticket, tenant.completion(FinishReason.ABORTED)) for tenant in tenants]
 
-    def resume(self, snapshot: SlotsSnapshot, request_of: Callable[[int, int], CompletionRequest]) -> None:
-        """Takes up what another scheduler has written down; running completions get a new KV cache by the weights in force.
+    def restart(self, unfinished: Sequence[tuple[int, Completion]], request_of: Callable[[int, int], CompletionRequest]) -> None:
+        """Forgets everything but the weights and goes on with what `unfinished` returned, here or in another scheduler, after `settle`.
 
-        With another number of slots they take the first ones, and those without a slot begin again.
+        What runs takes the first slots, in a new KV cache that the weights in force compute; with fewer slots than it had, the rest
+        begins again.
 
         Args:
             request_of: (ticket, sample index) → the request.
         """
-        running = dict(enumerate(snapshot.running))
-        if len(snapshot.running) + len(snapshot.free) == self._engine.num_slots:
-            running = {known.slot: known for known in snapshot.running}
-            self._free = list(snapshot.free)
-        else:
-            self._free = list(range(len(running), self._engine.num_slots))[::-1]
-        for slot, known in running.items():
-            request = request_of(known.ticket, known.sample_index)
-            if slot >= self._engine.num_slots:
+        assert not self._calls, "settle() reads the calls first"
+        assert not self._finished, "settle() hands out what has ended first"
+        self._wave, self._kept = None, None
+        self._tenants.clear()
+        self._queue.clear()
+        self._state = self._engine.init_decode_state()
+        for ticket, known in unfinished:
+            request, slot = request_of(ticket, known.sample_index), len(self._tenants)
+            if slot == self._engine.num_slots or not len(known.token_ids):
                 self._queue.append(request)
                 continue
-            self._tenants[slot] = _Tenant(
-                request,
-                self._clock(),
-                token_ids=[known.token_ids],
-                logprobs=[known.behaviour_logprobs],
-                weight_versions=[known.weight_versions],
-            )
-        self._queue.extend(request_of(*waiting) for waiting in snapshot.queue)
+            pieces = [known.token_ids], [known.behaviour_logprobs], [known.weight_versions]
+            self._tenants[slot] = _Tenant(request, self._clock(), 0, *pieces)
+        self._free = list(range(len(self._tenants), self._engine.num_slots))[::-1]
         self._recompute_cache()
 
     def take_counters(self) -> DecodeCounters:
@@ -370,7 +341,7 @@ class SlotScheduler:
 
     def _restart_wave(self, wave: _Wave) -> None:
         """Puts those who wait back to the head of the queue."""
-        waiting = [member for _, family in sorted(wave.waiting.items()) for member in family.members]
+        waiting = wave.members()
         self._free.extend(slot for slot, _ in reversed(waiting))
         self._queue.extendleft(tenant.request for _, tenant in reversed(waiting))
         self._wave = None
@@ -441,16 +412,4 @@ class SlotScheduler:
     def _finish(self, tenant: _Tenant, reason: FinishReason) -> None:
         if reason is FinishReason.ABORTED:
             self._counters.num_aborted += 1
-        completion = Completion(
-            sample_index=tenant.request.sample_index,
-            token_ids=_join(tenant.token_ids, np.int32),
-            behaviour_logprobs=_join(tenant.logprobs, np.float32),
-            weight_versions=_join(tenant.weight_versions, np.int32),
-            finish_reason=reason,
-        )
-        self._finished.append((tenant.request.ticket, completion))
-
-
-def _join(pieces: Sequence[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
-    """Returns the pieces as one array; no pieces are an empty one."""
-    return np.concatenate([np.zeros(0, dtype), *pieces])
+        self._finished.append((tenant.request.ticket, tenant.completion(reason)))

@@ -11,7 +11,6 @@ Where a checkpoint is due, `boundary` mode writes down what is unfinished when t
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -25,7 +24,7 @@ from llamarl_jax.metrics.counters import Counters
 from llamarl_jax.metrics.timeline import Timeline
 from llamarl_jax.schedule import SharedSchedule
 from llamarl_jax.types import Completion, CompletionGroup, Prompt
-from llamarl_jax.unfinished import Unfinished, UnfinishedGroup
+from llamarl_jax.unfinished import Unfinished
 from llamarl_jax.weights.channel import WeightChannel, WeightUpdate
 
 POLL_S = 0.05
@@ -76,7 +75,6 @@ class _OpenGroup:
     prompt: Prompt
     admission_index: int
     version_class: int
-    round_index: int  # that admitted it; 0 in mode `in_flight`, which has none
     completions: list[Completion] = field(default_factory=list)
 
 
@@ -137,21 +135,25 @@ class Generator:
 
     def _generate_rounds(self, slots: SlotScheduler) -> None:
         schedule, num_rounds = self._schedule, self._schedule.config.num_steps
-        if self._resumed and schedule.open_round < num_rounds:
-            self._take_up(slots, self._resumed)
+        record = self._resumed
+        for group in record.groups if record else ():
+            self._open[group.admission_index] = _OpenGroup(
+                group.prompt, group.admission_index, group.version_class, list(group.completions)
+            )
         for round_index in range(schedule.open_round, num_rounds):
             while slots.version < schedule.round_version(round_index):
                 self._load(slots, self._wait_for_weights())
+            if record is not None:  # after it was written as after it was read, so that a resumed run does the same from here on
+                slots.restart(record.running, self._request)
             while not self._close_round(slots):
                 self._admit_all(slots)
                 self._decode(slots)
-            self._count_carried(slots, round_index)
-            self._heartbeat()
+            self._count_carried(slots)
             step = round_index + 1 - schedule.config.round_lag
-            if step > schedule.start_version and round_index + 1 < num_rounds and self._is_checkpoint_due(step):
-                self._write_down(slots)
-        if self._unfinished is not None:
-            self._write_down(slots)
+            is_due = step > schedule.start_version and self._is_checkpoint_due(step)
+            record = self._write_down(slots) if is_due else None
+            self._heartbeat()
+        self._write_down(slots)  # for checkpoints of versions that no round is sampled with
 
     def _close_round(self, slots: SlotScheduler) -> bool:
         """Closes the open round if it is full, which needs all rewards; returns False if it has to go on."""
@@ -164,33 +166,23 @@ class Generator:
             self._schedule.wait_until(lambda schedule: schedule.is_round_judged)
         return self._schedule.close_round()
 
-    def _count_carried(self, slots: SlotScheduler, round_index: int) -> None:
-        """Counts the completions that are carried from one round into the next, by the rounds that they are old then."""
-        ages = Counter(round_index + 1 - self._open[index].round_index for index in slots.running_tickets())
-        self._counters.add(carried=ages.total(), **{f"carried_{age}": count for age, count in ages.items()})
+    def _count_carried(self, slots: SlotScheduler) -> None:
+        """Counts the completions that are carried from one round into the next, and what they have so far."""
+        num_tokens = [len(completion.token_ids) for _, completion in slots.unfinished()]
+        self._counters.add(carried=sum(n > 0 for n in num_tokens), carried_tokens=sum(num_tokens))
 
-    def _write_down(self, slots: SlotScheduler) -> None:
-        """Puts what is unfinished as the open round begins where the trainer finds it for its checkpoint."""
-        assert self._unfinished is not None, "checkpoints are written"
-        groups = tuple(
-            UnfinishedGroup(
-                prompt=group.prompt,
-                admission_index=group.admission_index,
-                version_class=group.version_class,
-                round_index=group.round_index,
-                completions=tuple(group.completions),
-            )
-            for group in self._open.values()
+    def _write_down(self, slots: SlotScheduler) -> Unfinished | None:
+        """Puts what is unfinished as the open round begins where the trainer finds it for its checkpoint, and returns it."""
+        if self._unfinished is None:
+            return None
+        record = Unfinished(
+            schedule=self._schedule.round_start(),
+            cursor=self._cursor.undrawn(),
+            groups=tuple(map(_to_group, self._open.values())),
+            running=tuple(slots.unfinished()),
         )
-        self._unfinished.put(
-            Unfinished(schedule=self._schedule.round_start(), cursor=self._cursor.undrawn(), slots=slots.snapshot(), groups=groups)
-        )
-
-    def _take_up(self, slots: SlotScheduler, resumed: Unfinished) -> None:
-        for group in resumed.groups:
-            index = group.admission_index
-            self._open[index] = _OpenGroup(group.prompt, index, group.version_class, group.round_index, list(group.completions))
-        slots.resume(resumed.slots, self._request)
+        self._unfinished.put(record)
+        return record
 
     def _generate_in_flight(self, slots: SlotScheduler) -> None:
         while not self._schedule.is_exhausted:
@@ -216,8 +208,7 @@ class Generator:
         admission = self._schedule.admit(slots.version)
         index = admission.admission_index
         prompt = self._cursor.draw(index)
-        round_index = self._schedule.open_round if self._schedule.config.mode == "boundary" else 0
-        self._open[index] = _OpenGroup(prompt, index, admission.version_class, round_index)
+        self._open[index] = _OpenGroup(prompt, index, admission.version_class)
         slots.submit([self._request(index, sample) for sample in range(self._schedule.config.group_size)])
 
     def _request(self, admission_index: int, sample_index: int) -> CompletionRequest:
@@ -261,16 +252,8 @@ class Generator:
             self._emit(group)
 
     def _emit(self, group: _OpenGroup) -> None:
-        ordered = tuple(sorted(group.completions, key=lambda c: c.sample_index))
         with self._timeline.wait("generator", "reward queue"):
-            self._completions.put(
-                CompletionGroup(
-                    prompt=group.prompt,
-                    admission_index=group.admission_index,
-                    version_class=group.version_class,
-                    completions=ordered,
-                )
-            )
+            self._completions.put(_to_group(group))
 
     def _wait_for_weights(self) -> WeightUpdate:
         with self._timeline.wait("generator", "weights"):
@@ -282,3 +265,13 @@ class Generator:
         with self._timeline.span("generator", "swap"):
             slots.swap_weights(update.params, update.version, recomputes_cache=self._config.kv_after_update == "recompute")
         self._heartbeat()
+
+
+def _to_group(group: _OpenGroup) -> CompletionGroup:
+    """Returns what has ended of a group, in the order of its samples."""
+    return CompletionGroup(
+        prompt=group.prompt,
+        admission_index=group.admission_index,
+        version_class=group.version_class,
+        completions=tuple(sorted(group.completions, key=lambda c: c.sample_index)),
+    )

@@ -100,14 +100,15 @@ class Trainer:
         """Returns the next legal batch. The reward executor completes a group in the schedule before it sends it on."""
         with self._timeline.wait("trainer", "batch"):
             indices = self._schedule.wait_next_batch()
-        while not all(index in self._ready for index in indices):
-            self._receive()
+        self._receive(indices)
         return [self._ready.pop(index) for index in sorted(indices)]
 
-    def _receive(self) -> None:
-        with self._timeline.wait("trainer", "batch"):
-            group = self._trajectories.get()
-        self._ready[group.admission_index] = group
+    def _receive(self, indices: Sequence[int]) -> None:
+        """Takes trajectories until these groups are among them."""
+        while not all(index in self._ready for index in indices):
+            with self._timeline.wait("trainer", "batch"):
+                group = self._trajectories.get()
+            self._ready[group.admission_index] = group
 
     def _save(self, step: int) -> None:
         """Writes a checkpoint. In rounds, one that holds version s waits for the end of the last round before that of version s."""
@@ -125,9 +126,10 @@ class Trainer:
         while self._latest is None or self._latest.schedule.round_index < min(step + config.round_lag, config.num_steps):
             with self._timeline.wait("trainer", "end of round"):
                 self._latest = records.get()
-        while self._latest.at_step(step).num_missing(self._ready):
-            self._receive()
-        return {"unfinished": to_plain(self._latest.at_step(step).with_trajectories(self._ready))}
+        record = self._latest.at_step(step)
+        waiting = record.awaiting_trainer()
+        self._receive(waiting)
+        return {"unfinished": to_plain(dataclasses.replace(record, trajectories=tuple(self._ready[index] for index in waiting)))}
 
     def _train(self, groups: list[TrajectoryGroup]) -> dict[str, float]:
         config = self._train_step.config

@@ -47,6 +47,7 @@ def counter_metrics(sums: Mapping[str, float], wall_s: float) -> dict[str, float
         "generator/tail_s": sums.get("tail_s", 0.0),
         "generator/num_aborted": sums.get("aborted", 0.0),
         "generator/num_carried": sums.get("carried", 0.0),
+        "generator/carried_tokens": sums.get("carried_tokens", 0.0),
         "reward/num_scored": sums.get("scored", 0.0),
         "reward/num_failed": sums.get("failed", 0.0),
         "reward/num_dropped_groups": sums.get("dropped_groups", 0.0),
@@ -54,9 +55,6 @@ def counter_metrics(sums: Mapping[str, float], wall_s: float) -> dict[str, float
     if sums.get("slot_steps"):
         metrics["generator/slot_utilisation"] = sums["generated_tokens"] / sums["slot_steps"]
         metrics["generator/prefill_share"] = sums["prefill_tokens"] / (sums["prefill_tokens"] + sums["slot_steps"])
-    for name, count in sums.items():
-        if name.startswith("carried_"):  # completions that were so many rounds old when they were carried into another one
-            metrics[f"generator/num_{name}"] = count
     if sums.get("scored"):
         metrics[names.REWARD_ALL] = sums["reward"] / sums["scored"]
     return metrics
