@@ -50,8 +50,9 @@ all due at step 2, which has room for two: the others are trained on at stalenes
   for every j. Then nothing is decoded until all that is sampled has its reward. Dropped groups give their places back now, not
   earlier; if the round is full without them too, batch k is the B lowest admission indices of what is sampled, and round k + 1 begins;
   else round k goes on. Groups that are still running keep their slots and go on under the next round's weights: the *partial rollouts*
-  of the LlamaRL paper (arXiv 2505.24034). A group is in the batch of the round that admitted it, or of one of the C rounds after it:
-  S is divided between C and the S − C rounds by which the weights of a round lag behind it while the trainer works.
+  of the LlamaRL paper (arXiv 2505.24034). A group is in the batch of the round that admitted it, or of one of the C rounds after it
+  (or up to round start + S, as long as all weights are the first ones): S is divided between C and the S − C rounds by which the
+  weights of a round lag behind it while the trainer works.
 
   The proof is the one above, with the open round in place of the step, and with *outstanding* for the groups that are in no batch.
   The admission rule holds by itself: with u ≥ k − S + C, live ≤ (k + C + 1)·B ≤ (u + S + 1)·B. The choice obeys the batching rule: classes
