@@ -182,15 +182,20 @@ def test_after_a_swap_the_cache_is_kept_or_computed_again(params, dispatch_ahead
     assert gaps[False] > 1e-2
 
 
-def _requests_by_name():
-    return {(request.ticket, request.sample_index): request for request in _long_requests()}
+def _request_of(ticket: int, sample_index: int):
+    return next(r for r in _long_requests() if (r.ticket, r.sample_index) == (ticket, sample_index))
+
+
+@pytest.fixture(scope="module")
+def engines():
+    return {num_slots: make_engine(num_slots=num_slots, prefill_chunk_tokens=32, **LONG) for num_slots in (4, 6)}
 
 
 @pytest.mark.parametrize("num_slots", [6, 4], ids=["as many slots", "fewer slots"])
 @pytest.mark.parametrize("dispatch_ahead", [0, 2])
-def test_what_is_unfinished_goes_on_in_another_scheduler(params, expected, dispatch_ahead, num_slots):
+def test_what_is_unfinished_goes_on_in_another_scheduler(params, expected, engines, dispatch_ahead, num_slots):
     """With the same tokens: running completions from where they were, those without a slot from the beginning."""
-    slots = _start(params, num_slots=6, prefill_chunk_tokens=32, **LONG, dispatch_ahead=dispatch_ahead)
+    slots = _start(params, engines[6], dispatch_ahead=dispatch_ahead)
     slots.submit(_long_requests())
     finished = {}
     while len(finished) < 3 or slots._wave is None:  # amid a prefill
@@ -203,8 +208,8 @@ def test_what_is_unfinished_goes_on_in_another_scheduler(params, expected, dispa
     num_running = len(slots._tenants)
     assert all(lengths[:num_running])
     assert not any(lengths[num_running:])
-    other = _start(params, num_slots=num_slots, **LONG, dispatch_ahead=dispatch_ahead, version=1)
-    other.restart(unfinished, lambda ticket, sample: _requests_by_name()[ticket, sample])
+    other = _start(params, engines[num_slots], dispatch_ahead=dispatch_ahead, version=1)
+    other.restart(unfinished, _request_of)
     rest = run_to_end(other)
     _assert_same(finished | rest, expected)
     _assert_same(finished | run_to_end(slots), expected)
@@ -213,9 +218,8 @@ def test_what_is_unfinished_goes_on_in_another_scheduler(params, expected, dispa
         assert rest[ticket].weight_versions.tolist() == [0] * length + [1] * (len(rest[ticket].token_ids) - length)
 
 
-def test_a_scheduler_that_restarts_equals_bit_for_bit_one_that_takes_up_what_it_was_doing(params):
-    engine = make_engine(num_slots=6, **LONG)
-    slots, other = (_start(params, engine, version=version) for version in (0, 1))
+def test_a_scheduler_that_restarts_equals_bit_for_bit_one_that_takes_up_what_it_was_doing(params, engines):
+    slots, other = (_start(params, engines[6], version=version) for version in (0, 1))
     slots.submit(_long_requests())
     for _ in range(6):
         slots.step()
@@ -224,7 +228,7 @@ def test_a_scheduler_that_restarts_equals_bit_for_bit_one_that_takes_up_what_it_
     slots.swap_weights(other.params, 1)
     ends = []
     for scheduler in (slots, other):
-        scheduler.restart(unfinished, lambda ticket, sample: _requests_by_name()[ticket, sample])
+        scheduler.restart(unfinished, _request_of)
         ends.append(run_to_end(scheduler))
     assert ends[0].keys() == ends[1].keys()
     for ticket, completion in ends[0].items():
