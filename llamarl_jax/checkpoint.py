@@ -21,7 +21,7 @@ class CheckpointConfig:
     """When checkpoints are written and how many are kept."""
 
     every_steps: int = 0
-    """Steps between checkpoints; 0 writes none."""
+    """Steps between checkpoints; 0 writes none. With `schedule.partial_rollout_rounds` each computes KV caches again, in the run too."""
     num_kept: int = 2
     """Newest checkpoints that are kept."""
 

@@ -27,7 +27,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from llamarl_jax import config_record
+from llamarl_jax import config_record, unfinished
 from llamarl_jax.channels import Channel, Failure, run_executors
 from llamarl_jax.checkpoint import Checkpointer, Restored
 from llamarl_jax.config import Config
@@ -56,7 +56,8 @@ from llamarl_jax.rewards.pool import RewardPool
 from llamarl_jax.rewards.scoring import RewardScorer
 from llamarl_jax.schedule import Schedule, SharedSchedule
 from llamarl_jax.train_step import TrainStep
-from llamarl_jax.types import CompletionGroup, DroppedGroup, TrajectoryGroup
+from llamarl_jax.types import CompletionGroup, TrajectoryGroup
+from llamarl_jax.unfinished import Unfinished
 from llamarl_jax.weights.channel import WeightChannel, WeightUpdate
 from llamarl_jax.weights.export import WeightExporter
 
@@ -94,8 +95,10 @@ class _Links:
     schedule: SharedSchedule
     cursor: PromptCursor
     completions: Channel[CompletionGroup]
-    trajectories: Channel[TrajectoryGroup | DroppedGroup]
+    trajectories: Channel[TrajectoryGroup]
     weights: WeightChannel
+    unfinished: Channel[Unfinished] | None  # for checkpoints of a run in rounds
+    resumed: Unfinished | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +136,7 @@ def run(config: Config) -> RunSummary:
 
         trainer = _build_trainer(config, policy, meshes, train_step, restored, checkpointer, links, books)
         reward = _build_reward(scorer, links, books)
-        generator = _build_generator(config, policy, meshes, scorer, links, books)
+        generator = _build_generator(config, policy, meshes, scorer, checkpointer, links, books)
         with books.watchdog:
             run_executors({"generator": generator.run, "reward": reward.run, "trainer": trainer.run}, failure)
         books.timeline.save(run_dir)
@@ -168,14 +171,22 @@ def _open_books(config: Config, run_dir: Path, restored: Restored | None, failur
 def _link(config: Config, policy: Policy, meshes: Meshes, restored: Restored | None, failure: Failure, timeline: Timeline) -> _Links:
     start_version = restored.step if restored else 0
     stream = PromptStream(config.prompts, policy.tokenizer, max_prompt_tokens=config.engine.max_prompt_tokens, seed=config.seed)
+    plain = restored.host.get("unfinished") if restored else None
+    cursor = PromptCursor(stream, plain["cursor"] if plain else restored.host["cursor"] if restored else None)
+    resumed = unfinished.from_plain(plain, cursor.hold) if plain else None
+    schedule = Schedule(config.schedule, start_version=start_version, round_start=resumed.schedule if resumed else None)
     num_outstanding = (config.schedule.max_staleness + 2) * config.schedule.groups_per_step
+    writes_unfinished = config.schedule.mode == "boundary" and config.checkpoint.every_steps > 0
     return _Links(
         failure=failure,
-        schedule=failure.register(SharedSchedule(Schedule(config.schedule, start_version=start_version))),
-        cursor=PromptCursor(stream, restored.host["cursor"] if restored else None),
+        schedule=failure.register(SharedSchedule(schedule)),
+        cursor=cursor,
         completions=failure.register(Channel[CompletionGroup]("completions", capacity=num_outstanding)),
-        trajectories=failure.register(Channel[TrajectoryGroup | DroppedGroup]("trajectories", capacity=2 * num_outstanding)),
+        trajectories=failure.register(Channel[TrajectoryGroup]("trajectories", capacity=2 * num_outstanding)),
         weights=_build_weight_channel(config, policy, meshes, failure, timeline),
+        # The generator is at most as many rounds ahead as its weights may lag behind, and one more that the trainer works on.
+        unfinished=failure.register(Channel[Unfinished]("unfinished", config.schedule.round_lag + 2)) if writes_unfinished else None,
+        resumed=resumed,
     )
 
 
@@ -206,6 +217,8 @@ def _build_trainer(
         counters=books.counters,
         report=books.report.step,
         heartbeat=partial(books.watchdog.beat, "trainer"),
+        received=links.resumed.trajectories if links.resumed else (),
+        unfinished=links.unfinished,
     )
 
 
@@ -222,14 +235,16 @@ def _build_reward(scorer: RewardScorer, links: _Links, books: _Books) -> Reward:
     )
 
 
-def _build_generator(config: Config, policy: Policy, meshes: Meshes, scorer: RewardScorer, links: _Links, books: _Books) -> Generator:
+def _build_generator(
+    config: Config, policy: Policy, meshes: Meshes, scorer: RewardScorer, checkpointer: Checkpointer, links: _Links, books: _Books
+) -> Generator:
     heartbeat = partial(books.watchdog.beat, "generator")
     spec = policy.listed(config.engine.quantization)
     plan = plan_memory(
         spec,
         meshes.generator,
         config.engine,
-        num_weight_copies=2 + (config.schedule.max_staleness if config.schedule.mode == "boundary" else 0),
+        num_weight_copies=2 + (config.schedule.round_lag if config.schedule.mode == "boundary" else 0),
         reserved_bytes=_trainer_bytes(policy, meshes) if config.placement.kind == "shared" else 0,
     )
     return Generator(
@@ -251,6 +266,9 @@ def _build_generator(config: Config, policy: Policy, meshes: Meshes, scorer: Rew
         counters=books.counters,
         heartbeat=heartbeat,
         evaluate=_build_evaluation(config, policy, scorer, heartbeat, books),
+        resumed=links.resumed,
+        unfinished=links.unfinished,
+        is_checkpoint_due=checkpointer.is_due,
     )
 
 
@@ -266,8 +284,8 @@ def _build_train_step(config: Config, policy: Policy, meshes: Meshes) -> TrainSt
 
 def _build_weight_channel(config: Config, policy: Policy, meshes: Meshes, failure: Failure, timeline: Timeline) -> WeightChannel:
     exporter = WeightExporter(policy.stacked, policy.listed(config.engine.quantization), meshes, config.engine.dtype, config.weights)
-    # In boundary mode every version is taken in order, and at most S + 1 of them can wait.
-    staged = failure.register(Channel[WeightUpdate]("weights", capacity=config.schedule.max_staleness + 1))
+    # In boundary mode every version is taken in order, and at most lag + 1 of them can wait.
+    staged = failure.register(Channel[WeightUpdate]("weights", capacity=config.schedule.round_lag + 1))
     return WeightChannel(exporter, staged, config.weights, timeline, keeps_only_newest=config.schedule.mode == "in_flight")
 
 

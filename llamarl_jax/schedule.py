@@ -44,14 +44,25 @@ all due at step 2, which has room for two: the others are trained on at stalenes
   into this batch (what exceeds the allowance of the rule), at most B − need(j) places may go to classes > j. One pass over the completed
   groups in completion order takes each group that keeps all these limits. The limits are nested, so that the pass fills the batch
   whenever any choice could (a greedy pass over a laminar matroid), with the earliest completions.
-- `boundary`: reproducible. The generator works in rounds; round k is sampled with exactly version max(start, k − S) and batch k is the
-  B lowest live admission indices, waited for. Round k first admits the (k + 1)·B − live groups that it lacks. When each of these is
-  completed or dropped, it admits as many replacements as were dropped, and so on; only a full and settled round lets the next one
-  open. Hence all of round k, replacements included, has lower indices than round k + 1, the B lowest live indices are exactly round
-  k, and which index is admitted with which version depends on what was dropped, never on when. As rounds do not mix and their
-  versions never fall, lowest index first is oldest class first, which the batching rule allows. The admission rule holds by itself:
-  round k stops at live = (k + 1)·B ≤ (u + S + 1)·B. The price is that the last reward of a round is waited for before the next
-  round starts; `in_flight` does not pay it.
+- `boundary`: reproducible, in rounds. Let C = `partial_rollout_rounds` ≤ S. Round k is sampled with exactly version
+  max(start, k − (S − C)), admits groups while live < (k + C + 1)·B, and ends with the choice of batch k. It is *full* as soon as at
+  least B groups that are in no batch yet are sampled to the end, and of those still running at most max(0, j + S − k)·B have class ≤ j,
+  for every j. Then nothing is decoded until all that is sampled has its reward. Dropped groups give their places back now, not
+  earlier; if the round is full without them too, batch k is the B lowest admission indices of what is sampled, and round k + 1 begins;
+  else round k goes on. Groups that are still running keep their slots and go on under the next round's weights: the *partial rollouts*
+  of the LlamaRL paper (arXiv 2505.24034). A group is in the batch of the round that admitted it, or of one of the C rounds after it
+  (or up to round start + S, as long as all weights are the first ones): S is divided between C and the S − C rounds by which the
+  weights of a round lag behind it while the trainer works.
+
+  The proof is the one above, with the open round in place of the step, and with *outstanding* for the groups that are in no batch.
+  The admission rule holds by itself: with u ≥ k − S + C, live ≤ (k + C + 1)·B ≤ (u + S + 1)·B. The choice obeys the batching rule: classes
+  do not fall from one admission to the next, so where a sampled group of class ≤ j is left over, all B chosen ones are of class ≤ j, and
+  (*) minus B is the rule; where none is, what is left of class ≤ j is running, and fullness is the rule. There is progress: with nothing
+  running and B groups sampled a round is full, with fewer its admission is open. Batch k is trained on at step k, so staleness is at
+  most k − c ≤ S as before. And a run is reproducible, as long as the sampler reports after each decode call which groups have ended in
+  it: when a round is full, who is admitted where, and what a batch holds follow from these reports and from what is dropped, never
+  from when a reward, the trainer or weights arrive. With C = 0 a round ends when each of its own B groups is sampled and none is
+  missing. The price is that the last reward of a round is waited for before the next one starts; `in_flight` does not pay it.
 
 `Schedule` is plain bookkeeping without threads or clock, so that a simulator can drive it as well as a run; `SharedSchedule` puts a lock
 and a way to wait around it. A call costs at most O(outstanding), and outstanding ≤ (S + 1)·B.
@@ -59,10 +70,9 @@ and a way to wait around it. A call costs at most O(outstanding), and outstandin
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from llamarl_jax.channels import Monitor
@@ -82,6 +92,9 @@ class ScheduleConfig:
     """Optimizer steps by which a token may lag behind the weights that it trains (S); 0 is synchronous on-policy training."""
     mode: Literal["boundary", "in_flight"] = "boundary"
     """`boundary`: weights change between rounds, reproducible; `in_flight`: weights change between decode calls, faster."""
+    partial_rollout_rounds: int = 0
+    """Rounds over which an unfinished completion may be carried on in `boundary` mode (C), at most S; 0 finishes all of a round. Weights
+    then lag behind by S − C rounds only: with C = S the trainer and the decoder take turns."""
     max_dropped_batches: int = 20
     """The run ends with an error when more than this many times `groups_per_step` groups are dropped between two batches."""
 
@@ -93,6 +106,28 @@ class ScheduleConfig:
             raise ValueError(f"schedule.max_staleness is {self.max_staleness}; it must be 0 (synchronous) or more")
         if self.mode not in {"boundary", "in_flight"}:
             raise ValueError(f"schedule.mode is {self.mode!r}; choose 'boundary' or 'in_flight'")
+        self._check_partial_rollouts()
+
+    @property
+    def round_lag(self) -> int:
+        """Versions by which the weights of a `boundary` round lag behind its number once the run is under way: S − C."""
+        return self.max_staleness - self.partial_rollout_rounds
+
+    def _check_partial_rollouts(self) -> None:
+        rounds = self.partial_rollout_rounds
+        if rounds < 0:
+            raise ValueError(f"schedule.partial_rollout_rounds is {rounds}; it must be 0 (every round finishes its completions) or more")
+        if rounds > self.max_staleness:
+            raise ValueError(
+                f"schedule.partial_rollout_rounds = {rounds} exceeds schedule.max_staleness = {self.max_staleness}: a completion carried "
+                f"over {rounds} rounds has tokens at least that old; lower partial_rollout_rounds to {self.max_staleness} or raise "
+                "max_staleness"
+            )
+        if rounds and self.mode == "in_flight":
+            raise ValueError(
+                f"schedule.partial_rollout_rounds = {rounds} has no meaning in mode 'in_flight', which has no rounds and always carries on "
+                "unfinished completions; set it to 0 or schedule.mode to 'boundary'"
+            )
 
 
 class StalenessError(RuntimeError):
@@ -122,6 +157,32 @@ class ScheduleState:
     outstanding_by_class: Mapping[int, int]
 
 
+@dataclass(frozen=True, kw_only=True)
+class RoundStart:
+    """A `boundary` schedule as a round begins, which is all that a resumed run needs of it.
+
+    Attributes:
+        round_index: the round.
+        num_dropped: groups dropped since the run began.
+        batches: those that earlier rounds chose and nobody has taken, the last one that of round `round_index` − 1.
+        class_of: version class of each outstanding group, these batches included.
+        completed: outstanding groups in no batch that are sampled and have their reward.
+    """
+
+    round_index: int
+    num_dropped: int
+    batches: tuple[tuple[int, ...], ...]
+    class_of: Mapping[int, int]
+    completed: tuple[int, ...]
+
+    def at_step(self, step: int) -> RoundStart:
+        """Returns it without the batches before batch `step`."""
+        kept = self.round_index - step
+        gone = {index for batch in self.batches[: len(self.batches) - kept] for index in batch}
+        class_of = {index: version for index, version in self.class_of.items() if index not in gone}
+        return replace(self, batches=self.batches[len(self.batches) - kept :], class_of=class_of)
+
+
 def check_staleness(*, step: int, oldest_version: int, max_staleness: int, what: str) -> None:
     """Raises `StalenessError` if step − oldest_version > max_staleness; `what` names the data in the message."""
     if step - oldest_version > max_staleness:
@@ -138,28 +199,41 @@ class Schedule:
         config: batch size, bound, mode and length of the run.
         start_version: optimizer steps already committed; steps and versions go on from here and start_version·B groups count as consumed.
         start_dropped: groups dropped before a resume; admission indices go on at start_version·B + start_dropped.
+        round_start: what was outstanding when a run is resumed amid its rounds (`boundary`); it says what was dropped as well.
 
     Raises:
-        ValueError: start_version is outside the run, or start_dropped is negative.
+        ValueError: start_version is outside the run, start_dropped is negative, or round_start does not begin at start_version.
     """
 
-    def __init__(self, config: ScheduleConfig, *, start_version: int = 0, start_dropped: int = 0) -> None:
+    def __init__(
+        self, config: ScheduleConfig, *, start_version: int = 0, start_dropped: int = 0, round_start: RoundStart | None = None
+    ) -> None:
         if not 0 <= start_version <= config.num_steps:
             raise ValueError(
                 f"start_version {start_version} is outside 0 … num_steps = {config.num_steps}; raise schedule.num_steps to go on"
             )
         if start_dropped < 0:
             raise ValueError(f"start_dropped is {start_dropped}; it is a count and cannot be negative")
+        if round_start is not None and round_start.round_index - len(round_start.batches) != start_version:
+            raise ValueError(
+                f"round {round_start.round_index} begins with {len(round_start.batches)} batches that wait, the first of them not batch "
+                f"{start_version} = start_version; cut it with RoundStart.at_step({start_version})"
+            )
         self.config = config
         self.start_version = start_version
+        begin = round_start or RoundStart(round_index=start_version, num_dropped=start_dropped, batches=(), class_of={}, completed=())
         self._step = start_version
-        self._dropped = start_dropped
-        self._admitted = start_version * config.groups_per_step + start_dropped
+        self._dropped = begin.num_dropped
         self._dropped_since_batch = 0
-        self._class_of: dict[int, int] = {}  # outstanding groups, in admission order
+        self._class_of: dict[int, int] = dict(begin.class_of)  # outstanding groups, in admission order
         self._completed: dict[int, None] = {}  # those of them that are completed, in completion order
-        self._round = start_version  # boundary mode: the round that admits or waits
-        self._wave_end = self._admitted  # boundary mode: admission index at which the round stops admitting until all is settled
+        self._admitted = start_version * config.groups_per_step + len(self._class_of) + self._dropped
+        # boundary mode only:
+        self._round = begin.round_index
+        self._sampled: set[int] = set(begin.completed)  # groups that are sampled to the end and in no batch
+        self._rejected: set[int] = set()  # those of them that are dropped and have not yet given back their place
+        self._batches = deque(begin.batches)  # chosen and not taken
+        self._completed |= dict.fromkeys([*(index for batch in begin.batches for index in batch), *begin.completed])
 
     @property
     def step(self) -> int:
@@ -174,7 +248,8 @@ class Schedule:
     @property
     def is_exhausted(self) -> bool:
         """Tells whether no group will be admitted any more: all that the run needs are completed, so that none can be dropped."""
-        return self._live == self.config.num_steps * self.config.groups_per_step and self._is_settled
+        num_needed = self.config.num_steps * self.config.groups_per_step
+        return self._round >= self.config.num_steps or (self._live == num_needed and len(self._completed) == len(self._class_of))
 
     @property
     def is_batch_ready(self) -> bool:
@@ -183,25 +258,51 @@ class Schedule:
 
     @property
     def open_round(self) -> int:
-        """Returns the round that the next group belongs to, or whose groups are awaited; it moves on when a round is full and settled.
+        """Returns the round that is being sampled; num_steps after the last one.
 
         Raises:
             ValueError: the mode is `in_flight`, which has no rounds.
         """
-        if self.config.mode != "boundary":
-            raise ValueError("mode 'in_flight' has no rounds; ask num_admissible() instead of open_round")
+        self._check_has_rounds("open_round")
         return self._round
 
+    @property
+    def is_round_full(self) -> bool:
+        """Tells whether enough groups are sampled to the end to close the open round, if none of them is dropped.
+
+        Raises:
+            ValueError: the mode is `in_flight`, which has no rounds.
+        """
+        self._check_has_rounds("is_round_full")
+        config = self.config
+        if self._round >= config.num_steps or len(self._sampled) < config.groups_per_step:
+            return False
+        chosen = {index for batch in self._batches for index in batch}
+        running = Counter(v for index, v in self._class_of.items() if index not in self._sampled and index not in chosen)
+        num_running = 0
+        for version, count in sorted(running.items()):
+            num_running += count
+            if num_running > max(0, version + config.max_staleness - self._round) * config.groups_per_step:
+                return False
+        return True
+
+    @property
+    def is_round_judged(self) -> bool:
+        """Tells whether all groups that are sampled to the end were completed or dropped."""
+        return all(index in self._completed or index in self._rejected for index in self._sampled)
+
     def round_version(self, round_index: int) -> int:
-        """Returns the version that round `round_index` is sampled with in `boundary` mode: max(start_version, round − S)."""
-        return max(self.start_version, round_index - self.config.max_staleness)
+        """Returns the version that round `round_index` is sampled with in `boundary` mode: max(start_version, round − (S − C))."""
+        return max(self.start_version, round_index - self.config.round_lag)
 
     def round_deficit(self, round_index: int) -> int:
-        """Returns how many groups rounds up to `round_index` lack at present: (round + 1)·B − (admitted − dropped), at least 0."""
+        """Returns how many groups batches up to `round_index` lack at present: (round + 1)·B − (admitted − dropped), at least 0."""
         return max(0, (round_index + 1) * self.config.groups_per_step - self._live)
 
     def num_admissible(self, loaded_version: int) -> int:
-        """Counts the groups that may start now: admitted − dropped < min((u + S + 1)·B, num_steps·B), in `boundary` mode within the round.
+        """Counts the groups that may start now: those that admitted − dropped lacks of min((u + S + 1)·B, num_steps·B).
+
+        In `boundary` mode k + C takes the place of u + S, k being the open round, and none may start before its weights are loaded.
 
         Args:
             loaded_version: version u loaded by the generator, the smallest over its replicas.
@@ -210,11 +311,11 @@ class Schedule:
             ValueError: no such version can be loaded yet, or it is newer than the one that the open round must be sampled with.
         """
         self._check_loaded(loaded_version)
-        last_round = min(loaded_version + self.config.max_staleness, self.config.num_steps - 1)
-        allowed = self.round_deficit(last_round)
-        if self.config.mode == "in_flight":
-            return allowed
-        return min(allowed, self._wave_end - self._admitted or self._next_wave())
+        config = self.config
+        if config.mode == "boundary" and loaded_version < self.round_version(self._round):
+            return 0
+        last = self._round + config.partial_rollout_rounds if config.mode == "boundary" else loaded_version + config.max_staleness
+        return self.round_deficit(min(last, config.num_steps - 1))
 
     def admit(self, loaded_version: int) -> Admission:
         """Admits one group of class `loaded_version` and returns its place.
@@ -230,32 +331,89 @@ class Schedule:
                 f"num_steps = {config.num_steps}, mode '{config.mode}'; wait until num_admissible({loaded_version}) is positive "
                 f"or load newer weights"
             )
-        if self._admitted == self._wave_end:
-            self._wave_end += self._next_wave()
         admission = Admission(admission_index=self._admitted, version_class=loaded_version)
         self._class_of[admission.admission_index] = loaded_version
         self._admitted += 1
         return admission
 
+    def mark_sampled(self, admission_indices: Sequence[int]) -> None:
+        """Tells which groups one decode call has ended, all of them at once; `boundary` mode decides by it when a round is full.
+
+        Raises:
+            ValueError: a group is not outstanding or was marked before, or the mode is `in_flight`.
+        """
+        self._check_has_rounds("mark_sampled")
+        for index in admission_indices:
+            self._check_outstanding(index)
+            if index in self._sampled:
+                raise ValueError(f"group {index} was marked as sampled before; name each group once, after the call that ended it")
+            self._sampled.add(index)
+
+    def close_round(self) -> bool:
+        """Gives back the places of dropped groups; if the round is full without them, chooses its batch and opens the next round.
+
+        Returns:
+            Whether the round was closed; if not, it goes on.
+
+        Raises:
+            ValueError: the round is not full, a sampled group has no reward yet, or the mode is `in_flight`.
+        """
+        if not self.is_round_full:
+            raise ValueError(
+                f"round {self._round} is not full: {len(self._sampled)} groups are sampled, schedule.groups_per_step = "
+                f"{self.config.groups_per_step}; go on sampling until is_round_full"
+            )
+        if not self.is_round_judged:
+            waiting = sorted(index for index in self._sampled if index not in self._completed and index not in self._rejected)
+            raise ValueError(f"round {self._round} cannot be closed before groups {waiting} have their rewards; wait for is_round_judged")
+        for index in self._rejected:
+            del self._class_of[index]
+        self._sampled -= self._rejected
+        self._rejected.clear()
+        if not self.is_round_full:
+            return False
+        batch = tuple(sorted(self._sampled)[: self.config.groups_per_step])
+        self._sampled.difference_update(batch)
+        self._batches.append(batch)
+        self._round += 1
+        return True
+
+    def round_start(self) -> RoundStart:
+        """Returns what a resumed run needs; call it between `close_round` and the next admission or report.
+
+        Raises:
+            ValueError: the mode is `in_flight`, which has no rounds.
+        """
+        self._check_has_rounds("round_start")
+        return RoundStart(
+            round_index=self._round,
+            num_dropped=self._dropped,
+            batches=tuple(self._batches),
+            class_of=dict(self._class_of),
+            completed=tuple(sorted(self._sampled)),
+        )
+
     def complete(self, admission_index: int) -> None:
         """Marks a group as rewarded and ready for a batch.
 
         Raises:
-            ValueError: the group is not outstanding or was completed before.
+            ValueError: the group is not outstanding, was completed or dropped before, or is not sampled to the end (`boundary`).
         """
-        self._check_running(admission_index)
+        self._check_awaits_reward(admission_index)
         self._completed[admission_index] = None
-        self._advance_round()
 
     def drop(self, admission_index: int) -> None:
-        """Gives back the place of a group that was filtered out or failed.
+        """Gives back the place of a group that was filtered out or failed, in `boundary` mode when its round is closed.
 
         Raises:
-            ValueError: the group is not outstanding or was completed before.
+            ValueError: as for `complete`.
             RuntimeError: more groups than `max_dropped_batches` allows were dropped since the last batch.
         """
-        self._check_running(admission_index)
-        del self._class_of[admission_index]
+        self._check_awaits_reward(admission_index)
+        if self.config.mode == "boundary":
+            self._rejected.add(admission_index)
+        else:
+            del self._class_of[admission_index]
         self._dropped += 1
         self._dropped_since_batch += 1
         config = self.config
@@ -271,7 +429,7 @@ class Schedule:
 
         Returns:
             B admission indices (ascending in `boundary` mode, in completion order in `in_flight` mode), or None if no legal batch is
-            completed yet.
+            completed, in `boundary` mode chosen, yet.
 
         Raises:
             ValueError: the run's last batch was taken before.
@@ -286,6 +444,8 @@ class Schedule:
             check_staleness(step=self._step, oldest_version=version, max_staleness=bound, what=f"group {index}")
         for index in batch:
             del self._class_of[index], self._completed[index]
+        if self._batches:
+            self._batches.popleft()
         self._step += 1
         self._dropped_since_batch = 0
         return tuple(batch)
@@ -308,19 +468,12 @@ class Schedule:
 
     @property
     def _live(self) -> int:
-        return self._admitted - self._dropped
+        """Counts admitted − dropped groups; in `boundary` mode a dropped one counts until its round is closed."""
+        return self._step * self.config.groups_per_step + len(self._class_of)
 
-    @property
-    def _is_settled(self) -> bool:
-        return len(self._completed) == len(self._class_of)
-
-    def _next_wave(self) -> int:
-        """Counts the groups that the open round admits at once now: what it lacks, when nothing of it is running."""
-        return self.round_deficit(self._round) if self._is_settled else 0
-
-    def _advance_round(self) -> None:
-        if self._admitted == self._wave_end and self._is_settled and self.round_deficit(self._round) == 0:
-            self._round += 1
+    def _check_has_rounds(self, what: str) -> None:
+        if self.config.mode != "boundary":
+            raise ValueError(f"mode 'in_flight' has no rounds; ask num_admissible() and next_batch() instead of {what}")
 
     def _check_loaded(self, loaded_version: int) -> None:
         if not self.start_version <= loaded_version <= self._step:
@@ -334,20 +487,21 @@ class Schedule:
                 f"{self.round_version(self._round)}; in 'boundary' mode load round_version(open_round), not the newest version"
             )
 
-    def _check_running(self, admission_index: int) -> None:
+    def _check_outstanding(self, admission_index: int) -> None:
         if admission_index not in self._class_of:
             raise ValueError(f"group {admission_index} is not outstanding: it was never admitted, or was consumed or dropped before")
-        if admission_index in self._completed:
-            raise ValueError(f"group {admission_index} was completed before; call complete() or drop() once for each group")
+
+    def _check_awaits_reward(self, admission_index: int) -> None:
+        self._check_outstanding(admission_index)
+        if admission_index in self._completed or admission_index in self._rejected:
+            raise ValueError(f"group {admission_index} was completed or dropped before; call complete() or drop() once for each group")
+        if self.config.mode == "boundary" and admission_index not in self._sampled:
+            raise ValueError(f"group {admission_index} has a reward before it is sampled to the end; call mark_sampled() first")
 
     def _choose(self) -> Sequence[int] | None:
-        return self._choose_lowest() if self.config.mode == "boundary" else self._choose_completed()
-
-    def _choose_lowest(self) -> Sequence[int] | None:
-        """Chooses the B lowest outstanding indices if all of them are completed (`boundary`)."""
-        batch = list(islice(self._class_of, self.config.groups_per_step))
-        is_ready = len(batch) == self.config.groups_per_step and all(index in self._completed for index in batch)
-        return batch if is_ready else None
+        if self.config.mode == "in_flight":
+            return self._choose_completed()
+        return self._batches[0] if self._batches else None
 
     def _choose_completed(self) -> Sequence[int] | None:
         """Chooses the earliest completions that leave a place for each group that is needed (`in_flight`)."""
@@ -420,6 +574,21 @@ class SharedSchedule:
         """Admits one group; see `Schedule.admit`."""
         with self._monitor.when():
             return self._schedule.admit(loaded_version)
+
+    def mark_sampled(self, admission_indices: Sequence[int]) -> None:
+        """Tells which groups one decode call has ended; see `Schedule.mark_sampled`."""
+        with self._monitor.when():
+            self._schedule.mark_sampled(admission_indices)
+
+    def close_round(self) -> bool:
+        """Closes the open round if it is full without dropped groups; see `Schedule.close_round`."""
+        with self._monitor.when():
+            return self._schedule.close_round()
+
+    def round_start(self) -> RoundStart:
+        """Returns what a resumed run needs; see `Schedule.round_start`."""
+        with self._monitor:
+            return self._schedule.round_start()
 
     def complete(self, admission_index: int) -> None:
         """Marks a group as ready; see `Schedule.complete`."""
@@ -497,6 +666,12 @@ class SharedSchedule:
 
     @property
     def open_round(self) -> int:
-        """Returns the round that admits or is awaited (`boundary` mode); see `Schedule.open_round`."""
+        """Returns the round that is being sampled (`boundary` mode); see `Schedule.open_round`."""
         with self._monitor:
             return self._schedule.open_round
+
+    @property
+    def is_round_full(self) -> bool:
+        """Tells whether the open round can be closed once all is rewarded; see `Schedule.is_round_full`."""
+        with self._monitor:
+            return self._schedule.is_round_full

@@ -5,9 +5,12 @@ what the schedule is told, and checks them when the group is trained on. The sam
 rule is replaced by a plausible wrong one.
 """
 
+import copy
+import itertools
 import random
 import threading
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import Phase, find, given, settings
@@ -15,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.errors import NoSuchExample
 
 from llamarl_jax.channels import ChannelClosed
-from llamarl_jax.schedule import Schedule, ScheduleConfig, SharedSchedule, StalenessError, check_staleness
+from llamarl_jax.schedule import RoundStart, Schedule, ScheduleConfig, SharedSchedule, StalenessError, check_staleness
 
 
 class FirstCompletedSchedule(Schedule):
@@ -26,36 +29,65 @@ class FirstCompletedSchedule(Schedule):
         return batch if len(batch) == self.config.groups_per_step else None
 
 
+class FirstSampledSchedule(Schedule):
+    """The wrong end of a round: as soon as a batch of any groups is sampled."""
+
+    @property
+    def is_round_full(self):
+        return len(self._sampled) >= self.config.groups_per_step
+
+
+class LaggingSchedule(Schedule):
+    """The wrong weights of a round with partial rollouts: those that leave no time for what is carried over."""
+
+    def round_version(self, round_index):
+        return max(self.start_version, round_index - self.config.max_staleness)
+
+
+class EagerSchedule(Schedule):
+    """The wrong time to replace a dropped group: at once, which depends on when its reward came."""
+
+    def drop(self, admission_index):
+        super().drop(admission_index)
+        self._rejected.discard(admission_index)
+        self._sampled.discard(admission_index)
+        del self._class_of[admission_index]
+
+
 @dataclass(frozen=True)
 class Scenario:
     config: ScheduleConfig
     num_replicas: int
     start_version: int
     drop_percent: int
+    num_slots: int
     source: random.Random = field(repr=False)
 
 
 def scenarios(mode: str | None = None) -> st.SearchStrategy[Scenario]:
-    def build(batch, staleness, chosen_mode, start, num_steps, replicas, drop_percent, source):
+    def build(batch, staleness, carried, chosen_mode, start, num_steps, replicas, drop_percent, num_slots, source):
         config = ScheduleConfig(
             num_steps=start + num_steps,
             groups_per_step=batch,
             max_staleness=staleness,
             mode=chosen_mode,
+            partial_rollout_rounds=min(carried, staleness) if chosen_mode == "boundary" else 0,
             max_dropped_batches=1000,
         )
-        return Scenario(config, replicas, start, drop_percent, source)
+        return Scenario(config, replicas, start, drop_percent, num_slots, source)
 
     modes = st.sampled_from(["boundary", "in_flight"]) if mode is None else st.just(mode)
     return st.builds(
         build,
         st.integers(1, 4),
         st.integers(0, 4),
+        st.integers(0, 3),
         modes,
         st.integers(0, 3),
         st.integers(1, 9),
         st.integers(1, 3),
         st.sampled_from([0, 20, 50]),
+        st.integers(1, 9),
         st.randoms(use_true_random=False),
     )
 
@@ -90,20 +122,13 @@ class Run:
         return self.version if self.admit_by_trainer else min(self.loaded)
 
     def loadable(self) -> list[tuple[int, int]]:
-        if self.scenario.config.mode == "boundary":
-            if self.schedule.is_exhausted:
-                return []
-            target = self.schedule.round_version(self.schedule.open_round)
-            return [(i, target) for i, loaded in enumerate(self.loaded) if loaded < target <= self.version]
         return [(i, version) for i, loaded in enumerate(self.loaded) for version in range(loaded + 1, self.version + 1)]
 
     def play(self) -> None:
         while self.version < self.scenario.config.num_steps:
             moves: list = [(self.load, load) for load in self.loadable()]
-            moves += [(self.generate, index) for index, group in self.running.items() if not group.is_generated]
             moves += [(self.reward, index) for index, group in self.running.items() if group.is_generated]
-            if self.schedule.num_admissible(self.told_version()) > 0:
-                moves.append((self.admit, None))
+            moves += self.generator_moves()
             if self.batch_in_training is not None:
                 moves.append((self.commit, None))
             elif (self.random.randrange(2) == 0 or not moves) and self.take():
@@ -111,6 +136,10 @@ class Run:
             assert moves, f"deadlock at step {self.schedule.step}: {self.schedule.state()}"
             move, argument = self.random.choice(moves)
             move(argument)
+
+    def generator_moves(self) -> list:
+        moves: list = [(self.generate, index) for index, group in self.running.items() if not group.is_generated]
+        return [*moves, (self.admit, None)] if self.schedule.num_admissible(self.told_version()) > 0 else moves
 
     def load(self, load: tuple[int, int]) -> None:
         replica, version = load
@@ -153,9 +182,53 @@ class Run:
         self.version += 1
 
 
-def simulate(scenario: Scenario, schedule_class: type[Schedule] = Schedule, *, admit_by_trainer: bool = False) -> Run:
+class RoundsRun(Run):
+    """A run in `boundary` mode. Its generator makes decode calls; how many of them a group needs depends on the group alone.
+
+    `starts` holds the schedule and all groups as each round begins.
+    """
+
+    def __init__(self, scenario: Scenario, schedule: Schedule):
+        super().__init__(scenario, schedule)
+        self.starts: list[tuple[RoundStart, dict[int, Group], dict[int, Group]]] = []
+
+    def num_calls(self, index: int) -> int:
+        return random.Random(-index).choice([1, 1, 1, 2, 3, 8])
+
+    def loadable(self) -> list[tuple[int, int]]:
+        if self.schedule.open_round >= self.scenario.config.num_steps:
+            return []
+        target = self.schedule.round_version(self.schedule.open_round)
+        return [(i, target) for i, loaded in enumerate(self.loaded) if loaded < target <= self.version]
+
+    def generator_moves(self) -> list:
+        schedule = self.schedule
+        if schedule.open_round >= self.scenario.config.num_steps or min(self.loaded) < schedule.round_version(schedule.open_round):
+            return []
+        if not schedule.is_round_full:
+            return [(self.call, None)]
+        return [(self.close, None)] if schedule.is_round_judged else []
+
+    def call(self, _) -> None:
+        live = [index for index, group in self.running.items() if not group.is_generated]
+        while len(live) < self.scenario.num_slots and self.schedule.num_admissible(min(self.loaded)) > 0:
+            self.admit(None)
+            live.append(max(self.running))
+        assert live, f"nothing to decode at step {self.schedule.step}: {self.schedule.state()}"
+        for index in live:
+            group = self.running[index]
+            group.versions.append(self.loaded[group.replica])
+            group.is_generated = len(group.versions) > self.num_calls(index)
+        self.schedule.mark_sampled([index for index in live if self.running[index].is_generated])
+
+    def close(self, _) -> None:
+        if self.schedule.close_round():
+            self.starts.append((self.schedule.round_start(), copy.deepcopy(self.running), copy.deepcopy(self.completed)))
+
+
+def simulate(scenario: Scenario, schedule_class: type[Schedule] = Schedule, **options) -> Run:
     schedule = schedule_class(scenario.config, start_version=scenario.start_version)
-    run = Run(scenario, schedule, admit_by_trainer=admit_by_trainer)
+    run = (RoundsRun if scenario.config.mode == "boundary" else Run)(scenario, schedule, **options)
     run.play()
     return run
 
@@ -186,17 +259,77 @@ def test_no_token_is_too_old_nothing_is_discarded_and_there_is_always_progress(s
     assert state.num_completed == state.num_consumed == state.num_admitted - state.num_dropped
 
 
-@settings(max_examples=150, deadline=None)
+def with_other_timing(scenario: Scenario, source: random.Random) -> Scenario:
+    return replace(scenario, num_replicas=1, source=source)
+
+
+@settings(max_examples=300, deadline=None)
 @given(scenarios("boundary"), st.randoms(use_true_random=False))
-def test_boundary_mode_does_not_depend_on_timing_and_samples_each_round_with_one_version(scenario, other_timing):
-    first = simulate(scenario)
-    second = simulate(Scenario(scenario.config, 1, scenario.start_version, scenario.drop_percent, other_timing))
-    for round_index, (one, other) in enumerate(zip(first.tokens_of_batch, second.tokens_of_batch, strict=True), scenario.start_version):
-        assert [index for index, _ in one] == [index for index, _ in other] == sorted(index for index, _ in one)
-        expected = max(scenario.start_version, round_index - scenario.config.max_staleness)
-        assert {version for _, versions in one + other for version in versions} == {expected}
-    consumed = [index for batch in first.tokens_of_batch for index, _ in batch]
-    assert consumed == sorted(consumed)
+def test_boundary_mode_does_not_depend_on_timing(scenario, other_timing):
+    first, second = simulate(scenario), simulate(with_other_timing(scenario, other_timing))
+    assert first.tokens_of_batch == second.tokens_of_batch
+
+
+@settings(max_examples=200, deadline=None)
+@given(scenarios("boundary"))
+def test_a_round_has_one_version_and_carries_nothing_further_than_it_may(scenario):
+    config, start = scenario.config, scenario.start_version
+    for step, batch in enumerate(simulate(scenario).tokens_of_batch, start):
+        assert [index for index, _ in batch] == sorted(index for index, _ in batch)
+        for _, versions in batch:
+            assert versions == sorted(versions)
+            assert max(versions) <= max(start, step - config.round_lag)
+            assert min(versions) >= max(start, step - config.round_lag - config.partial_rollout_rounds)
+            if config.partial_rollout_rounds == 0:
+                assert set(versions) == {max(start, step - config.max_staleness)}
+
+
+@settings(max_examples=200, deadline=None)
+@given(scenarios("boundary"), st.randoms(use_true_random=False))
+def test_a_run_that_is_resumed_amid_its_rounds_equals_the_uninterrupted_one(scenario, other_timing):
+    config, whole = scenario.config, simulate(scenario)
+    assert isinstance(whole, RoundsRun)
+    for start, running, completed in whole.starts:
+        version = start.round_index - config.round_lag
+        num_taken = start.round_index - len(start.batches) - version
+        if version <= scenario.start_version or num_taken > 0:  # a trainer that writes a checkpoint of this version is not further on
+            continue
+        schedule = Schedule(config, start_version=version, round_start=start.at_step(version))
+        resumed = RoundsRun(with_other_timing(scenario, other_timing), schedule)
+        resumed.version, resumed.loaded = version, [version]
+        resumed.running, resumed.completed = copy.deepcopy(running), copy.deepcopy(completed)
+        resumed.num_drops = start.num_dropped
+        for group in resumed.running.values():
+            group.replica = 0
+        resumed.play()
+        assert resumed.tokens_of_batch == whole.tokens_of_batch[version - scenario.start_version :]
+
+
+def test_all_small_runs_with_partial_rollouts_keep_the_bound():
+    """Every way in which the first groups can be short or long, kept or dropped, for small batches, bounds and slots."""
+
+    class Listed(RoundsRun):
+        lengths: tuple[int, ...]
+        drops: tuple[bool, ...]
+
+        def num_calls(self, index):
+            return self.lengths[index] if index < len(self.lengths) else 1
+
+        def is_dropped(self, index):
+            return index < len(self.drops) and self.drops[index]
+
+    num_carried = 0
+    shapes = itertools.product([1, 2], [(1, 1), (2, 1), (2, 2)], [1, 2, 4])
+    for batch, (staleness, carried), num_slots in shapes:
+        config = ScheduleConfig(num_steps=4, groups_per_step=batch, max_staleness=staleness, partial_rollout_rounds=carried)
+        for lengths in itertools.product([1, 4], repeat=5):
+            for drops in itertools.product([False, True], repeat=3):
+                run = Listed(Scenario(config, 1, 0, 0, num_slots, random.Random(0)), Schedule(config))
+                run.lengths, run.drops = lengths, drops
+                run.play()
+                assert [len(groups) for groups in run.tokens_of_batch] == [batch] * 4
+                num_carried += any(len(set(versions)) > 1 for groups in run.tokens_of_batch for _, versions in groups)
+    assert num_carried > 1000  # of 4608 runs
 
 
 @settings(max_examples=150, deadline=None)
@@ -244,6 +377,20 @@ def test_simulation_finds_the_fault_of_admission_by_the_trainers_version():
     find(scenarios("in_flight"), lambda scenario: violates(scenario, admit_by_trainer=True), settings=FIND)
 
 
+@pytest.mark.parametrize("wrong", [FirstSampledSchedule, LaggingSchedule])
+def test_simulation_finds_the_fault_of_rounds_that_end_too_early_or_with_weights_too_old(wrong):
+    found = find(scenarios("boundary"), lambda scenario: violates(scenario, schedule_class=wrong), settings=FIND)
+    assert found.config.partial_rollout_rounds >= 1
+
+
+def test_simulation_finds_the_fault_of_replacing_dropped_groups_at_once():
+    def depends_on_timing(scenario):
+        runs = [simulate(with_other_timing(scenario, random.Random(i)), schedule_class=EagerSchedule) for i in (0, 1)]
+        return runs[0].tokens_of_batch != runs[1].tokens_of_batch
+
+    find(scenarios("boundary"), depends_on_timing, settings=FIND)
+
+
 def test_simulation_finds_no_fault_in_the_rules_with_the_same_search():
     with pytest.raises(NoSuchExample):
         find(scenarios(), violates, settings=settings(FIND, max_examples=200))
@@ -251,6 +398,14 @@ def test_simulation_finds_no_fault_in_the_rules_with_the_same_search():
 
 def admit(schedule: Schedule, loaded_version: int) -> list[int]:
     return [schedule.admit(loaded_version).admission_index for _ in range(schedule.num_admissible(loaded_version))]
+
+
+def finish(schedule: Schedule, indices: Sequence[int], dropped: Sequence[int] = ()) -> None:
+    """Does what generator and reward do when a decode call ends groups."""
+    if schedule.config.mode == "boundary":
+        schedule.mark_sampled(indices)
+    for index in indices:
+        schedule.drop(index) if index in dropped else schedule.complete(index)
 
 
 def two_young_groups_overtake_four_old_ones(schedule: Schedule) -> None:
@@ -332,9 +487,9 @@ def test_on_policy_bound_alternates_generation_and_training():
         for step in range(3):
             indices = admit(schedule, step)
             assert len(indices) == 2
-            for index in indices:
-                schedule.complete(index)
+            finish(schedule, indices)
             assert schedule.num_admissible(step) == 0
+            assert mode == "in_flight" or schedule.close_round()
             assert schedule.next_batch() == tuple(indices)
 
 
@@ -342,31 +497,91 @@ def test_boundary_round_replaces_dropped_groups_before_the_next_round_opens():
     schedule = Schedule(ScheduleConfig(num_steps=4, groups_per_step=3, max_staleness=1, mode="boundary"))
     assert (schedule.open_round, schedule.round_version(0), schedule.round_deficit(0)) == (0, 0, 3)
     assert admit(schedule, 0) == [0, 1, 2]
-    schedule.drop(1)
-    schedule.complete(2)
-    assert (schedule.num_admissible(0), schedule.round_deficit(0)) == (0, 1)  # group 0 may still be dropped: the wave is not settled
-    schedule.drop(0)
-    assert schedule.num_admissible(0) == 2
+    finish(schedule, [1, 2], dropped=[1])
+    assert not schedule.is_round_full
+    assert (schedule.num_admissible(0), schedule.state().num_dropped) == (0, 1)  # the place is given back when the round is closed
+    finish(schedule, [0], dropped=[0])
+    assert schedule.is_round_full
+    assert not schedule.close_round()
     assert admit(schedule, 0) == [3, 4]
-    schedule.complete(4)
+    finish(schedule, [4])
+    schedule.mark_sampled([3])
+    assert schedule.is_round_full
+    assert not schedule.is_round_judged
     assert schedule.next_batch() is None
     schedule.complete(3)
+    assert schedule.next_batch() is None  # the round is not closed
+    assert schedule.close_round()
     assert (schedule.open_round, schedule.round_version(1)) == (1, 0)
     assert admit(schedule, 0) == [5, 6, 7]  # S = 1: the next round does not wait for the trainer
     assert schedule.next_batch() == (2, 3, 4)
-    for index in (5, 6, 7):
-        schedule.complete(index)
+    finish(schedule, [5, 6, 7])
+    assert schedule.close_round()
     assert (schedule.open_round, schedule.round_version(2), schedule.num_admissible(0)) == (2, 1, 0)
     assert schedule.num_admissible(1) == 3
 
 
-def test_a_wave_that_is_admitted_slowly_is_neither_cut_nor_grown_by_drops():
-    schedule = Schedule(ScheduleConfig(num_steps=2, groups_per_step=3, max_staleness=0, mode="boundary"))
-    schedule.admit(0)
-    schedule.drop(0)
-    assert schedule.num_admissible(0) == 2
-    schedule.complete(schedule.admit(0).admission_index)
-    assert schedule.num_admissible(0) == 1
+def test_a_partial_rollout_is_carried_over_until_it_is_due():
+    """B = 2, S = 2, C = 1: group 1 is long. Round 0 leaves it running, round 1 waits for it."""
+    schedule = Schedule(ScheduleConfig(num_steps=4, groups_per_step=2, max_staleness=2, partial_rollout_rounds=1))
+    assert admit(schedule, 0) == [0, 1, 2, 3]
+    finish(schedule, [3])
+    assert not schedule.is_round_full
+    finish(schedule, [0])
+    assert schedule.close_round()
+    assert [schedule.round_version(k) for k in range(4)] == [0, 0, 1, 2]
+    assert admit(schedule, 0) == [4, 5]
+    finish(schedule, [2, 4])
+    assert schedule.is_round_full  # 1 and 5 of class 0 are left, which step 2 can take
+    assert schedule.close_round()
+    assert schedule.next_batch() == (0, 3)
+    assert schedule.num_admissible(0) == 0  # round 2 is sampled with version 1
+    assert admit(schedule, 1) == [6, 7]
+    finish(schedule, [6, 7])
+    assert not schedule.is_round_full  # step 2 is the last one for class 0
+    finish(schedule, [5])
+    assert not schedule.is_round_full
+    start = schedule.round_start()
+    assert (start.round_index, start.batches, start.completed) == (2, ((2, 4),), (5, 6, 7))
+    finish(schedule, [1])
+    assert schedule.close_round()
+    assert [schedule.next_batch() for _ in range(2)] == [(2, 4), (1, 5)]
+    assert schedule.is_round_full  # round 3 has all that it needs from the start
+    assert schedule.close_round()
+    assert schedule.next_batch() == (6, 7)
+    assert schedule.is_exhausted
+
+
+def test_a_batch_that_waits_stays_in_what_a_resumed_run_takes_up():
+    schedule = Schedule(ScheduleConfig(num_steps=5, groups_per_step=1, max_staleness=2, partial_rollout_rounds=0))
+    for index in range(3):
+        finish(schedule, admit(schedule, 0))
+        assert schedule.close_round(), index
+    start = schedule.round_start()
+    assert (start.batches, dict(start.class_of)) == (((0,), (1,), (2,)), {0: 0, 1: 0, 2: 0})
+    cut = start.at_step(1)
+    assert (cut.batches, dict(cut.class_of)) == (((1,), (2,)), {1: 0, 2: 0})
+    resumed = Schedule(schedule.config, start_version=1, round_start=cut)
+    assert (resumed.open_round, resumed.round_version(3), resumed.outstanding()) == (3, 1, (1, 2))
+    assert admit(resumed, 1) == [3]
+    assert [resumed.next_batch(), resumed.next_batch(), resumed.next_batch()] == [(1,), (2,), None]
+    with pytest.raises(
+        ValueError, match=r"round 3 begins with 3 batches that wait, the first of them not batch 1 = start_version; .*at_step\(1\)"
+    ):
+        Schedule(schedule.config, start_version=1, round_start=start)
+
+
+def test_a_resumed_run_that_is_made_shorter_needs_nothing_more():
+    config = ScheduleConfig(num_steps=9, groups_per_step=1, max_staleness=2, partial_rollout_rounds=1)
+    schedule = Schedule(config)
+    admit(schedule, 0)
+    finish(schedule, [0])
+    assert schedule.close_round()
+    shorter = Schedule(replace(config, num_steps=1), round_start=schedule.round_start())
+    assert shorter.is_exhausted
+    assert not shorter.is_round_full
+    assert shorter.next_batch() == (0,)
+    assert shorter.is_finished
 
 
 @pytest.mark.parametrize("mode", ["boundary", "in_flight"])
@@ -374,8 +589,8 @@ def test_resume_goes_on_with_steps_versions_and_indices(mode):
     schedule = Schedule(ScheduleConfig(num_steps=7, groups_per_step=2, max_staleness=1, mode=mode), start_version=5, start_dropped=3)
     assert (schedule.step, schedule.round_version(5), schedule.round_version(6)) == (5, 5, 5)
     assert admit(schedule, 5)[0] == 13
-    schedule.complete(13)
-    schedule.complete(14)
+    finish(schedule, [13, 14])
+    assert mode == "in_flight" or schedule.close_round()
     admit(schedule, 5)
     assert schedule.outstanding() == (13, 14, 15, 16)
     assert schedule.next_batch() == (13, 14)
@@ -401,11 +616,26 @@ def test_nothing_is_generated_when_a_finished_run_is_resumed():
         ("max_dropped_batches", 0, r"schedule.max_dropped_batches is 0"),
         ("max_staleness", -1, r"schedule.max_staleness is -1; it must be 0 \(synchronous\) or more"),
         ("mode", "async", r"schedule.mode is 'async'; choose 'boundary' or 'in_flight'"),
+        ("partial_rollout_rounds", -1, r"schedule.partial_rollout_rounds is -1; it must be 0 \(every round finishes"),
+        (
+            "partial_rollout_rounds",
+            2,
+            r"partial_rollout_rounds = 2 exceeds schedule.max_staleness = 1: .*lower partial_rollout_rounds to 1",
+        ),
     ],
 )
 def test_config_errors_name_field_and_value(field_name, value, message):
     with pytest.raises(ValueError, match=message):
         ScheduleConfig(**{field_name: value})
+
+
+def test_partial_rollouts_need_rounds_and_a_bound_above_zero():
+    with pytest.raises(ValueError, match=r"partial_rollout_rounds = 1 exceeds schedule.max_staleness = 0: .* or raise max_staleness"):
+        ScheduleConfig(max_staleness=0, partial_rollout_rounds=1)
+    with pytest.raises(
+        ValueError, match=r"partial_rollout_rounds = 1 has no meaning in mode 'in_flight', .*set it to 0 or schedule.mode to"
+    ):
+        ScheduleConfig(mode="in_flight", partial_rollout_rounds=1)
 
 
 def test_start_outside_the_run_is_refused():
@@ -432,7 +662,8 @@ def test_impossible_loaded_versions_are_refused():
 
 def test_boundary_mode_refuses_weights_that_are_newer_than_the_rounds():
     schedule = Schedule(ScheduleConfig(num_steps=4, groups_per_step=1, max_staleness=2, mode="boundary"))
-    schedule.complete(schedule.admit(0).admission_index)
+    finish(schedule, [schedule.admit(0).admission_index])
+    assert schedule.close_round()
     schedule.next_batch()
     with pytest.raises(
         ValueError, match=r"version 1 is loaded, but round 1 is sampled with exactly version 0; .*round_version\(open_round\)"
@@ -441,8 +672,44 @@ def test_boundary_mode_refuses_weights_that_are_newer_than_the_rounds():
 
 
 def test_in_flight_mode_has_no_rounds():
-    with pytest.raises(ValueError, match="mode 'in_flight' has no rounds; ask num_admissible"):
-        _ = Schedule(IN_FLIGHT_2_2).open_round
+    schedule = Schedule(IN_FLIGHT_2_2)
+    for name, use in {
+        "open_round": lambda: schedule.open_round,
+        "is_round_full": lambda: schedule.is_round_full,
+        "is_round_full ": schedule.close_round,
+        "mark_sampled": lambda: schedule.mark_sampled([0]),
+        "round_start": schedule.round_start,
+    }.items():
+        with pytest.raises(ValueError, match=rf"mode 'in_flight' has no rounds; ask num_admissible\(\) .* instead of {name.strip()}"):
+            use()
+
+
+def test_a_round_is_closed_when_it_is_full_and_judged():
+    schedule = Schedule(ScheduleConfig(groups_per_step=2, max_staleness=1))
+    admit(schedule, 0)
+    finish(schedule, [0])
+    with pytest.raises(ValueError, match=r"round 0 is not full: 1 groups are sampled, schedule.groups_per_step = 2; go on sampling"):
+        schedule.close_round()
+    schedule.mark_sampled([1])
+    with pytest.raises(ValueError, match=r"round 0 cannot be closed before groups \[1\] have their rewards; wait for is_round_judged"):
+        schedule.close_round()
+
+
+def test_a_reward_comes_after_sampling_which_ends_once():
+    schedule = Schedule(ScheduleConfig(groups_per_step=2, max_staleness=1))
+    admit(schedule, 0)
+    for judge in (schedule.complete, schedule.drop):
+        with pytest.raises(ValueError, match=r"group 0 has a reward before it is sampled to the end; call mark_sampled\(\) first"):
+            judge(0)
+    schedule.mark_sampled([0])
+    with pytest.raises(ValueError, match=r"group 0 was marked as sampled before; name each group once"):
+        schedule.mark_sampled([0])
+    with pytest.raises(ValueError, match=r"group 7 is not outstanding"):
+        schedule.mark_sampled([7])
+    schedule.drop(0)
+    for again in (schedule.complete, schedule.drop):
+        with pytest.raises(ValueError, match=r"group 0 was completed or dropped before"):
+            again(0)
 
 
 def test_a_group_is_completed_or_dropped_once():
@@ -450,7 +717,7 @@ def test_a_group_is_completed_or_dropped_once():
     admit(schedule, 0)
     schedule.complete(0)
     for again in (schedule.complete, schedule.drop):
-        with pytest.raises(ValueError, match=r"group 0 was completed before"):
+        with pytest.raises(ValueError, match=r"group 0 was completed or dropped before"):
             again(0)
     schedule.drop(1)
     for unknown in (1, 99):
@@ -460,7 +727,9 @@ def test_a_group_is_completed_or_dropped_once():
 
 def drop_for_ever(schedule: Schedule) -> None:
     while True:
-        schedule.drop(schedule.admit(0).admission_index)
+        indices = admit(schedule, 0)
+        finish(schedule, indices, dropped=indices)
+        assert not schedule.close_round()
 
 
 def test_dropping_everything_ends_with_an_error_instead_of_forever():
@@ -471,7 +740,8 @@ def test_dropping_everything_ends_with_an_error_instead_of_forever():
 
 def test_no_batch_after_the_last():
     schedule = Schedule(ScheduleConfig(num_steps=1, groups_per_step=1))
-    schedule.complete(schedule.admit(0).admission_index)
+    finish(schedule, admit(schedule, 0))
+    assert schedule.close_round()
     schedule.next_batch()
     with pytest.raises(ValueError, match=r"all 1 batches \(schedule.num_steps\) were taken; stop after the last one"):
         schedule.next_batch()
@@ -492,18 +762,18 @@ def run_in_thread(target) -> threading.Thread:
 
 def test_shared_schedule_carries_a_run_over_three_threads():
     shared = SharedSchedule(Schedule(ScheduleConfig(num_steps=20, groups_per_step=3, max_staleness=1, mode="boundary")))
-    batches, waits = [], []
+    batches, waits, starts = [], [], []
 
     def generate():
         for round_index in range(20):
             version = shared.round_version(round_index)
             shared.wait_until(lambda s, r=round_index, v=version: s.open_round == r and s.step >= v, timeout_s=30, on_wait=waits.append)
-            while shared.open_round == round_index and not shared.is_exhausted:
-                if shared.num_admissible(version) == 0:
-                    shared.wait_until(lambda s, r=round_index, v=version: s.open_round != r or s.num_admissible(v) > 0, timeout_s=30)
-                else:
-                    index = shared.admit(version).admission_index
+            while not (shared.is_round_full and shared.close_round()):
+                indices = [shared.admit(version).admission_index for _ in range(shared.num_admissible(version))]
+                shared.mark_sampled(indices)
+                for index in indices:
                     shared.drop(index) if index % 5 == 0 else shared.complete(index)
+        starts.append(shared.round_start())
 
     def train():
         batches.extend(shared.wait_next_batch(timeout_s=30, on_wait=waits.append) for _ in range(20))
@@ -516,6 +786,7 @@ def test_shared_schedule_carries_a_run_over_three_threads():
     assert not shared.is_batch_ready
     assert shared.state().num_dropped == 15
     assert (shared.step, shared.outstanding(), shared.round_deficit(19)) == (20, (), 0)
+    assert [start.round_index for start in starts] == [20]
     assert len(waits) == 40
     assert min(waits) >= 0
     with pytest.raises(ValueError, match=r"all 20 batches"):

@@ -41,6 +41,19 @@ class PromptCursor:
             self._outstanding[admission_index] = prompt.prompt_id
             return prompt
 
+    def hold(self, admission_index: int, prompt_id: int) -> Prompt:
+        """Returns a prompt that was drawn before a resume, and remembers it as outstanding; it is not drawn again."""
+        with self._lock:
+            prompt = self._stream.prompt_at(prompt_id)
+            assert prompt is not None, "an outstanding prompt passed the length limit when it was first drawn"
+            self._outstanding[admission_index] = prompt.prompt_id
+            return prompt
+
+    def undrawn(self) -> dict[str, Any]:
+        """Returns the state without the prompts that are outstanding, for a checkpoint that keeps their groups."""
+        with self._lock:
+            return {"next_position": self._next_position, "outstanding": list(self._replay)}
+
     def settle(self, admission_index: int) -> None:
         """Marks a group as trained on or dropped."""
         with self._lock:

@@ -2,7 +2,8 @@
 
     weights · copies + slots / data · (KV cache + logits) + prefill  ≤  share of the device's memory − what others hold there
 
-* `copies` of the weights lie side by side while new versions wait: those in force, and up to max_staleness + 1 that are staged.
+* `copies` of the weights lie side by side while new versions wait: those in force, and up to S − C + 1 that are staged, with
+  S = max_staleness and C = partial_rollout_rounds.
 * A slot's KV cache is counted at its full capacity, and once more by half, because growing it keeps the old one until it is copied.
 * Logits and their exponentials are float32 over the vocabulary for every slot, split like the LM head.
 * A prefill holds the cache of one chunk's prompts.

@@ -10,6 +10,9 @@ in which slot when it was dispatched, and with which weights.
 Weights may be swapped between two calls. Tokens are stamped with the version that was in force when their call was dispatched. A
 prefix that is kept for more requests, or half computed, belongs to the old weights and is dropped. The KV cache of running completions is
 kept, or computed again with the new weights.
+
+Between two calls that are both read, all there is can also be written down (`unfinished`) and taken up by another scheduler (`restart`),
+which computes the caches again. A scheduler that goes on itself, and is to do bit for bit what the other one does, restarts likewise.
 """
 
 from __future__ import annotations
@@ -87,6 +90,16 @@ class _Tenant:
         limit_s = self.request.deadline_s
         return limit_s is not None and now_s - self.started_s > limit_s
 
+    def completion(self, reason: FinishReason) -> Completion:
+        """Returns what it has emitted, as ended by `reason`."""
+        return Completion(
+            sample_index=self.request.sample_index,
+            token_ids=np.concatenate([np.zeros(0, np.int32), *self.token_ids]),
+            behaviour_logprobs=np.concatenate([np.zeros(0, np.float32), *self.logprobs]),
+            weight_versions=np.concatenate([np.zeros(0, np.int32), *self.weight_versions]),
+            finish_reason=reason,
+        )
+
     def slot_request(self, slot: int) -> SlotRequest:
         """Returns what starts it in `slot`, or goes on with it behind what it has emitted."""
         return SlotRequest(
@@ -130,9 +143,9 @@ class _Wave:
     is_cold: bool
     waiting: dict[int, _Family]
 
-    def tickets(self) -> set[int]:
-        """Returns the tickets of those who wait."""
-        return {tenant.request.ticket for family in self.waiting.values() for _, tenant in family.members}
+    def members(self) -> list[tuple[int, _Tenant]]:
+        """Returns those who wait, with their slots, in the order of the queue."""
+        return [member for _, family in sorted(self.waiting.items()) for member in family.members]
 
 
 class SlotScheduler:
@@ -228,12 +241,53 @@ class SlotScheduler:
     def abort(self, tickets: Collection[int]) -> None:
         """Ends completions as they are; the next `step` returns them with the reason `aborted`, without tokens if they had not started."""
         wanted = set(tickets)
-        if self._wave is not None and wanted & self._wave.tickets():
+        if self._wave is not None and any(tenant.request.ticket in wanted for _, tenant in self._wave.members()):
             self._restart_wave(self._wave)
         for request in [request for request in self._queue if request.ticket in wanted]:
             self._queue.remove(request)
             self._finish(_Tenant(request, 0.0), FinishReason.ABORTED)
         self._abort_where(lambda tenant: tenant.request.ticket in wanted)
+
+    def settle(self) -> list[tuple[int, Completion]]:
+        """Reads every call that was dispatched, dispatches none, and returns what has ended as `step` does."""
+        while self._calls:
+            self._read(self._calls.popleft())
+        finished, self._finished = self._finished, []
+        return finished
+
+    def unfinished(self) -> list[tuple[int, Completion]]:
+        """Returns what runs, by slot, and then what waits, with their tickets: each as `abort` would end it, but it goes on.
+
+        Those that run have at least one token each, after `settle`; those that wait have none.
+        """
+        seated = sorted(self._tenants.items()) + (self._wave.members() if self._wave else [])
+        tenants = [tenant for _, tenant in seated] + [_Tenant(request, 0.0) for request in self._queue]
+        return [(tenant.request.ticket, tenant.completion(FinishReason.ABORTED)) for tenant in tenants]
+
+    def restart(self, unfinished: Sequence[tuple[int, Completion]], request_of: Callable[[int, int], CompletionRequest]) -> None:
+        """Forgets everything but the weights and goes on with what `unfinished` returned, here or in another scheduler, after `settle`.
+
+        What runs takes the first slots, in a new KV cache that the weights in force compute; with fewer slots than it had, the rest
+        begins again.
+
+        Args:
+            request_of: (ticket, sample index) → the request.
+        """
+        assert not self._calls, "settle() reads the calls first"
+        assert not self._finished, "settle() hands out what has ended first"
+        self._wave, self._kept = None, None
+        self._tenants.clear()
+        self._queue.clear()
+        self._state = self._engine.init_decode_state()
+        for ticket, known in unfinished:
+            request, slot = request_of(ticket, known.sample_index), len(self._tenants)
+            if slot == self._engine.num_slots or not len(known.token_ids):
+                self._queue.append(request)
+                continue
+            pieces = [known.token_ids], [known.behaviour_logprobs], [known.weight_versions]
+            self._tenants[slot] = _Tenant(request, self._clock(), 0, *pieces)
+        self._free = list(range(len(self._tenants), self._engine.num_slots))[::-1]
+        self._recompute_cache()
 
     def take_counters(self) -> DecodeCounters:
         """Returns the counters and starts new ones."""
@@ -287,7 +341,7 @@ class SlotScheduler:
 
     def _restart_wave(self, wave: _Wave) -> None:
         """Puts those who wait back to the head of the queue."""
-        waiting = [member for _, family in sorted(wave.waiting.items()) for member in family.members]
+        waiting = wave.members()
         self._free.extend(slot for slot, _ in reversed(waiting))
         self._queue.extendleft(tenant.request for _, tenant in reversed(waiting))
         self._wave = None
@@ -358,11 +412,4 @@ class SlotScheduler:
     def _finish(self, tenant: _Tenant, reason: FinishReason) -> None:
         if reason is FinishReason.ABORTED:
             self._counters.num_aborted += 1
-        completion = Completion(
-            sample_index=tenant.request.sample_index,
-            token_ids=np.concatenate([np.zeros(0, np.int32), *tenant.token_ids]),
-            behaviour_logprobs=np.concatenate([np.zeros(0, np.float32), *tenant.logprobs]),
-            weight_versions=np.concatenate([np.zeros(0, np.int32), *tenant.weight_versions]),
-            finish_reason=reason,
-        )
-        self._finished.append((tenant.request.ticket, completion))
+        self._finished.append((tenant.request.ticket, tenant.completion(reason)))

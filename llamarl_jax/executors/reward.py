@@ -23,7 +23,7 @@ class Reward:
         schedule: SharedSchedule,
         cursor: PromptCursor,
         completions: Channel[CompletionGroup],
-        trajectories: Channel[TrajectoryGroup | DroppedGroup],
+        trajectories: Channel[TrajectoryGroup],
         timeline: Timeline,
         counters: Counters,
         heartbeat: Callable[[], None],
@@ -50,9 +50,9 @@ class Reward:
             rewards = [trajectory.reward for trajectory in result.trajectories]
             self._counters.add(reward=sum(rewards), scored=len(rewards), failed=result.num_excluded)
             self._schedule.complete(result.admission_index)
+            with self._timeline.wait("reward", "trajectory queue"):
+                self._trajectories.put(result)
         else:
             self._counters.add(dropped_groups=1, failed=result.num_excluded)
             self._cursor.settle(result.admission_index)
             self._schedule.drop(result.admission_index)
-        with self._timeline.wait("reward", "trajectory queue"):
-            self._trajectories.put(result)

@@ -7,7 +7,7 @@ is waiting for the weights, so they go out before metrics are read and checkpoin
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,8 @@ from llamarl_jax.metrics.timeline import Timeline
 from llamarl_jax.models.transformer import Params
 from llamarl_jax.schedule import SharedSchedule
 from llamarl_jax.train_step import StepSums, TrainState, TrainStep
-from llamarl_jax.types import DroppedGroup, TrajectoryBatch, TrajectoryGroup
+from llamarl_jax.types import TrajectoryBatch, TrajectoryGroup
+from llamarl_jax.unfinished import Unfinished, to_plain
 from llamarl_jax.weights.channel import SyncStats, WeightChannel
 
 
@@ -47,7 +48,7 @@ class Trainer:
         max_new_tokens: int,
         schedule: SharedSchedule,
         cursor: PromptCursor,
-        trajectories: Channel[TrajectoryGroup | DroppedGroup],
+        trajectories: Channel[TrajectoryGroup],
         weights: WeightChannel,
         checkpointer: Checkpointer,
         host_state: Mapping[str, Any],
@@ -55,6 +56,8 @@ class Trainer:
         counters: Counters,
         report: Callable[[int, dict[str, float]], None],
         heartbeat: Callable[[], None],
+        received: Sequence[TrajectoryGroup] = (),
+        unfinished: Channel[Unfinished] | None = None,
     ) -> None:
         """Joins the parts.
 
@@ -63,6 +66,8 @@ class Trainer:
             max_new_tokens: longest completion, for the `constant` normalisation.
             host_state: plain data that goes into every checkpoint (the resolved config).
             report: takes the metrics of each committed step.
+            received: groups that waited for a batch at the checkpoint that the run goes on from.
+            unfinished: where the generator puts what goes into a checkpoint of a run in rounds; None in mode `in_flight`.
         """
         self.state = state
         self._train_step, self._reference = train_step, reference
@@ -70,7 +75,8 @@ class Trainer:
         self._schedule, self._cursor, self._trajectories, self._weights = schedule, cursor, trajectories, weights
         self._checkpointer, self._host_state = checkpointer, host_state
         self._timeline, self._counters, self._report, self._heartbeat = timeline, counters, report, heartbeat
-        self._ready: dict[int, TrajectoryGroup] = {}
+        self._unfinished, self._latest = unfinished, None
+        self._ready: dict[int, TrajectoryGroup] = {group.admission_index: group for group in received}
         self._num_skipped_in_a_row = 0
 
     def run(self) -> None:
@@ -85,25 +91,45 @@ class Trainer:
                 self._cursor.settle(group.admission_index)
             metrics |= batch_metrics(groups, step=step) | _sync_metrics(sync)
             if self._checkpointer.is_due(step + 1):
-                with self._timeline.span("trainer", "checkpoint"):
-                    self._checkpointer.save(step + 1, self.state, {**self._host_state, "cursor": self._cursor.state()})
+                self._save(step + 1)
             self._report(step, metrics)
             self._check_skipped(metrics, step)
             self._heartbeat()
 
     def _wait_for_batch(self) -> list[TrajectoryGroup]:
         """Returns the next legal batch. The reward executor completes a group in the schedule before it sends it on."""
-        while (indices := self._schedule.next_batch()) is None:
-            self._receive()
-        while not all(index in self._ready for index in indices):
-            self._receive()
+        with self._timeline.wait("trainer", "batch"):
+            indices = self._schedule.wait_next_batch()
+        self._receive(indices)
         return [self._ready.pop(index) for index in sorted(indices)]
 
-    def _receive(self) -> None:
-        with self._timeline.wait("trainer", "batch"):
-            item = self._trajectories.get()
-        if isinstance(item, TrajectoryGroup):  # a dropped group only wakes the trainer: a batch may have become legal by it
-            self._ready[item.admission_index] = item
+    def _receive(self, indices: Sequence[int]) -> None:
+        """Takes trajectories until these groups are among them."""
+        while not all(index in self._ready for index in indices):
+            with self._timeline.wait("trainer", "batch"):
+                group = self._trajectories.get()
+            self._ready[group.admission_index] = group
+
+    def _save(self, step: int) -> None:
+        """Writes a checkpoint. In rounds, one that holds version s waits for the end of the last round before that of version s."""
+        in_progress = {"cursor": self._cursor.state()} if self._unfinished is None else self._in_progress(self._unfinished, step)
+        with self._timeline.span("trainer", "checkpoint"):
+            self._checkpointer.save(step, self.state, {**self._host_state, **in_progress})
+
+    def _in_progress(self, records: Channel[Unfinished], step: int) -> dict[str, Any]:
+        """Returns prompts, completions and trajectories as they are when the round begins that is sampled with version `step`.
+
+        Nothing stands still for it that would not do so anyway, as long as weights lag behind by one round at most: the trainer then
+        needs the batch of the same round.
+        """
+        config = self._schedule.config
+        while self._latest is None or self._latest.schedule.round_index < min(step + config.round_lag, config.num_steps):
+            with self._timeline.wait("trainer", "end of round"):
+                self._latest = records.get()
+        record = self._latest.at_step(step)
+        waiting = record.awaiting_trainer()
+        self._receive(waiting)
+        return {"unfinished": to_plain(dataclasses.replace(record, trajectories=tuple(self._ready[index] for index in waiting)))}
 
     def _train(self, groups: list[TrajectoryGroup]) -> dict[str, float]:
         config = self._train_step.config

@@ -46,6 +46,8 @@ def counter_metrics(sums: Mapping[str, float], wall_s: float) -> dict[str, float
         "generator/prefill_tokens": sums.get("prefill_tokens", 0.0),
         "generator/tail_s": sums.get("tail_s", 0.0),
         "generator/num_aborted": sums.get("aborted", 0.0),
+        "generator/num_carried": sums.get("carried", 0.0),
+        "generator/carried_tokens": sums.get("carried_tokens", 0.0),
         "reward/num_scored": sums.get("scored", 0.0),
         "reward/num_failed": sums.get("failed", 0.0),
         "reward/num_dropped_groups": sums.get("dropped_groups", 0.0),

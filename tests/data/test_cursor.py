@@ -34,3 +34,17 @@ def test_skipped_prompts_are_counted_by_the_stream():
     cursor = PromptCursor(PromptStream(config, CharacterTokenizer(), max_prompt_tokens=2, seed=0))  # pyright: ignore[reportArgumentType]
     cursor.draw(0)
     assert cursor.num_skipped == 0
+
+
+def test_a_prompt_whose_group_goes_on_after_a_resume_is_held_and_not_drawn_again():
+    before = PromptCursor(_stream(), {"next_position": 7, "outstanding": [3]})
+    prompts = {index: before.draw(index) for index in (20, 21, 22)}
+    assert [prompt.prompt_id for prompt in prompts.values()] == [3, 7, 8]
+    kept = before.undrawn()
+    assert kept == {"next_position": before.state()["next_position"], "outstanding": []}
+    resumed = PromptCursor(_stream(), kept)
+    assert resumed.hold(21, prompts[21].prompt_id).text == prompts[21].text
+    assert resumed.state()["outstanding"] == [prompts[21].prompt_id]
+    assert resumed.draw(23).prompt_id == before.draw(23).prompt_id
+    resumed.settle(21)
+    assert resumed.undrawn() == before.undrawn()

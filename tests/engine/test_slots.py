@@ -182,6 +182,60 @@ def test_after_a_swap_the_cache_is_kept_or_computed_again(params, dispatch_ahead
     assert gaps[False] > 1e-2
 
 
+def _request_of(ticket: int, sample_index: int):
+    return next(r for r in _long_requests() if (r.ticket, r.sample_index) == (ticket, sample_index))
+
+
+@pytest.fixture(scope="module")
+def engines():
+    return {num_slots: make_engine(num_slots=num_slots, prefill_chunk_tokens=32, **LONG) for num_slots in (4, 6)}
+
+
+@pytest.mark.parametrize("num_slots", [6, 4], ids=["as many slots", "fewer slots"])
+@pytest.mark.parametrize("dispatch_ahead", [0, 2])
+def test_what_is_unfinished_goes_on_in_another_scheduler(params, expected, engines, dispatch_ahead, num_slots):
+    """With the same tokens: running completions from where they were, those without a slot from the beginning."""
+    slots = _start(params, engines[6], dispatch_ahead=dispatch_ahead)
+    slots.submit(_long_requests())
+    finished = {}
+    while len(finished) < 3 or slots._wave is None:  # amid a prefill
+        finished.update(slots.step())
+    finished.update(slots.settle())
+    unfinished = slots.unfinished()
+    assert {ticket for ticket, _ in unfinished} | finished.keys() == expected.keys()
+    assert not {ticket for ticket, _ in unfinished} & finished.keys()
+    lengths = [len(completion.token_ids) for _, completion in unfinished]
+    num_running = len(slots._tenants)
+    assert all(lengths[:num_running])
+    assert not any(lengths[num_running:])
+    other = _start(params, engines[num_slots], dispatch_ahead=dispatch_ahead, version=1)
+    other.restart(unfinished, _request_of)
+    rest = run_to_end(other)
+    _assert_same(finished | rest, expected)
+    _assert_same(finished | run_to_end(slots), expected)
+    for (ticket, completion), length in zip(unfinished[: min(num_running, num_slots)], lengths, strict=False):
+        assert rest[ticket].behaviour_logprobs[:length].tobytes() == completion.behaviour_logprobs.tobytes()
+        assert rest[ticket].weight_versions.tolist() == [0] * length + [1] * (len(rest[ticket].token_ids) - length)
+
+
+def test_a_scheduler_that_restarts_equals_bit_for_bit_one_that_takes_up_what_it_was_doing(params, engines):
+    slots, other = (_start(params, engines[6], version=version) for version in (0, 1))
+    slots.submit(_long_requests())
+    for _ in range(6):
+        slots.step()
+    slots.settle()
+    unfinished = slots.unfinished()
+    slots.swap_weights(other.params, 1)
+    ends = []
+    for scheduler in (slots, other):
+        scheduler.restart(unfinished, _request_of)
+        ends.append(run_to_end(scheduler))
+    assert ends[0].keys() == ends[1].keys()
+    for ticket, completion in ends[0].items():
+        for name in ("token_ids", "behaviour_logprobs", "weight_versions"):
+            assert getattr(completion, name).tobytes() == getattr(ends[1][ticket], name).tobytes()
+
+
 def test_a_swap_while_a_prompt_is_prefilled_starts_it_again(params):
     """No prefix mixes versions: what comes out are the new weights' log-probs from the first token on."""
     other, engine = random_params(STACKED, seed=3), make_engine(num_slots=2, prefill_chunk_tokens=16, **LONG)

@@ -50,8 +50,17 @@ class Wiring:
         mode: Literal["boundary", "in_flight"] = "boundary",
         dispatch_ahead: int = 1,
         heartbeat=None,
+        partial_rollout_rounds: int = 0,
+        kv_after_update: Literal["keep", "recompute"] = "keep",
     ) -> None:
-        config = ScheduleConfig(num_steps=NUM_STEPS, groups_per_step=GROUPS, group_size=SAMPLES, max_staleness=1, mode=mode)
+        config = ScheduleConfig(
+            num_steps=NUM_STEPS,
+            groups_per_step=GROUPS,
+            group_size=SAMPLES,
+            max_staleness=1,
+            mode=mode,
+            partial_rollout_rounds=partial_rollout_rounds,
+        )
         prompts = PromptsConfig(source=DigitPrompts(num_digits=1), template=PlainTemplate(text="{question}"))
         stream = PromptStream(prompts, CharacterTokenizer(), max_prompt_tokens=8, seed=0)  # pyright: ignore[reportArgumentType]
         self.schedule, self.cursor = SharedSchedule(Schedule(config, start_version=start_version)), PromptCursor(stream)
@@ -62,7 +71,7 @@ class Wiring:
         meshes = Meshes(build_mesh(one, {"data": 1, "fsdp": 1, "tensor": 1}), build_mesh(one, {"data": 1, "tensor": 1}))
         exporter = WeightExporter(STACKED, LISTED, meshes, "float32", WeightsConfig())
         self.generator = Generator(
-            config=GeneratorConfig(),
+            config=GeneratorConfig(kv_after_update=kv_after_update),
             engine=engine,
             max_new_tokens=TOKENS,
             dispatch_ahead=dispatch_ahead,
@@ -143,6 +152,45 @@ def test_a_resumed_run_begins_with_its_own_version_and_is_not_evaluated_again(en
     wiring = Wiring(engine, weights, start_version=1).play()
     assert [[group.version_class for group in groups] for groups in wiring.batches] == [[1, 1], [1, 1]]
     assert wiring.evaluated == [(NUM_STEPS, True)]
+
+
+@pytest.mark.parametrize("dispatch_ahead", [0, 1])
+def test_partial_rollouts_go_on_at_the_boundary_and_are_counted(engine, weights, dispatch_ahead):
+    wiring = Wiring(engine, weights, dispatch_ahead=dispatch_ahead, partial_rollout_rounds=1).play()
+    assert [len(groups) for groups in wiring.batches] == [GROUPS] * NUM_STEPS
+    crossings, num_tokens_before, num_tokens = 0, 0, 0
+    for step, groups in enumerate(wiring.batches):
+        for completion in [c for group in groups for c in group.completions]:
+            versions = completion.weight_versions
+            assert max(0, step - 1) <= versions[0] <= versions[-1] <= step  # C = S: round k has version k
+            assert versions.tolist() == sorted(versions.tolist())
+            num_tokens += len(versions)
+            for version in range(versions[0], versions[-1]):
+                crossings += 1
+                num_tokens_before += int((versions <= version).sum())
+    counters = wiring.counters.take()
+    assert crossings > 0
+    assert (counters["carried"], counters["carried_tokens"]) == (crossings, num_tokens_before)
+    assert counters["generated_tokens"] == num_tokens
+    assert wiring.evaluated == [(0, True), (NUM_STEPS, True)]
+
+
+def test_the_cache_of_partial_rollouts_is_kept_or_computed_again(engine, weights):
+    """Both give the same tokens up to the first swap, and other log-probs of what is sampled after it."""
+    kept, recomputed = (Wiring(engine, weights, partial_rollout_rounds=1, kv_after_update=kv).play() for kv in ("keep", "recompute"))
+    others = {group.admission_index: group for batch in recomputed.batches for group in batch}
+    carried = 0
+    for group in [group for batch in kept.batches for group in batch if group.version_class == 0]:
+        other = others[group.admission_index]
+        for one, two in zip(group.completions, other.completions, strict=True):
+            length = int((one.weight_versions == 0).sum())
+            assert one.behaviour_logprobs[:length].tobytes() == two.behaviour_logprobs[:length].tobytes()
+            if length < len(one.token_ids):
+                carried += 1
+                assert one.behaviour_logprobs[length] != two.behaviour_logprobs[length]
+    assert carried > 0
+    tokens = [wiring.counters.take()["prefill_tokens"] for wiring in (kept, recomputed)]
+    assert tokens[1] > tokens[0]
 
 
 @pytest.mark.parametrize("dispatch_ahead", [0, 1])

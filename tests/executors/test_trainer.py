@@ -16,7 +16,7 @@ from llamarl_jax.metrics.counters import Counters
 from llamarl_jax.metrics.timeline import Timeline
 from llamarl_jax.schedule import Schedule, ScheduleConfig, SharedSchedule
 from llamarl_jax.train_step import OptimizerConfig, TrainerConfig, TrainStep
-from llamarl_jax.types import Completion, DroppedGroup, FinishReason, Trajectory, TrajectoryGroup
+from llamarl_jax.types import Completion, FinishReason, Trajectory, TrajectoryGroup
 from llamarl_jax.weights.channel import WeightChannel, WeightUpdate
 from llamarl_jax.weights.export import WeightExporter, WeightsConfig
 from tests.data.characters import CharacterTokenizer
@@ -53,7 +53,7 @@ class Wiring:
         prompts = PromptsConfig(source=DigitPrompts(num_digits=1), template=PlainTemplate())
         stream = PromptStream(prompts, CharacterTokenizer(), max_prompt_tokens=99, seed=0)  # pyright: ignore[reportArgumentType]
         self.schedule, self.cursor = SharedSchedule(Schedule(config)), PromptCursor(stream)
-        self.trajectories = Channel[TrajectoryGroup | DroppedGroup]("trajectories", 9)
+        self.trajectories = Channel[TrajectoryGroup]("trajectories", 9)
         self.staged, self.timeline, self.rows = Channel[WeightUpdate]("weights", 9), Timeline(), {}
         self.checkpointer = Checkpointer(folder, CheckpointConfig())
         params = jax.device_put(jax.device_get(random_params(STACKED)), STACKED.shardings(train_step.mesh))
