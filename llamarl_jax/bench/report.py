@@ -70,7 +70,7 @@ def print_report(report: DecodeReport, console: Console) -> None:
     """Prints the limits, the table, what was left out, and the profiles."""
     machine, limits = report.hardware, report.limits
     console.print(
-        f"\n{report.model} ({report.origin}), {report.options.dtype}{_fp8(report.options)}, "
+        f"\n{report.model} ({report.origin}), {report.options.dtype}{_fp8(report.options)}, {report.options.kernels} kernels, "
         f"{report.options.prompt_tokens} + {report.options.new_tokens} tokens",
         f"{machine['gpu'] or machine['cpu']}, {machine['cores']} cores; load average before: {report.load_average}",
         f"limits: reads {limits.read_bytes_per_s / 1e9:,.1f} GB/s, copies {limits.copy_bytes_per_s / 1e9:,.1f} GB/s, "

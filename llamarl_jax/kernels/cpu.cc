@@ -28,7 +28,7 @@ namespace {
 #if defined(__AVX512F__)
 constexpr int kLanes = 16, kTileRows = 4, kTileOutputs = 6;
 #elif defined(__AVX__)
-constexpr int kLanes = 8, kTileRows = 2, kTileOutputs = 4;
+constexpr int kLanes = 8, kTileRows = 2, kTileOutputs = 6;
 #elif defined(__ARM_NEON)
 constexpr int kLanes = 4, kTileRows = 4, kTileOutputs = 6;
 #else
@@ -113,6 +113,18 @@ inline __attribute__((always_inline)) void tile(const float* x, const float* w, 
       store(all, fold<1>(fold<2>(outputs04, outputs2), fold<2>(outputs15, outputs3)));
       std::memcpy(y + r * stride, all, O * sizeof(float));
       std::memcpy(y + (r + 1) * stride, all + 8, O * sizeof(float));
+    }
+  } else if constexpr (kLanes == 8 && R == 2 && O == 6) {  // the same with vectors of half the size
+    Vec half[O];
+#pragma GCC unroll 8
+    for (int o = 0; o < O; ++o) half[o] = fold<4>(sums[0][o], sums[1][o]);
+    float first[kLanes], last[kLanes];
+    store(first, fold<1>(fold<2>(half[0], half[2]), fold<2>(half[1], half[3])));
+    store(last, fold<1>(fold<2>(half[4], half[4]), fold<2>(half[5], half[5])));
+#pragma GCC unroll 2
+    for (int r = 0; r < R; ++r) {
+      std::memcpy(y + r * stride, first + 4 * r, 4 * sizeof(float));
+      std::memcpy(y + r * stride + 4, last + 4 * r, 2 * sizeof(float));
     }
   } else {
 #pragma GCC unroll 8
