@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Sets up and runs what CI runs: structure checks, the tests, and the whole loop once more on Python 3.12 with the newest JAX.
+# Sets up and runs what CI runs: structure checks, the tests, and the whole loop once more on Python 3.12 with the newest JAX. Programs for
+# NVIDIA GPUs are compiled by JAX's CUDA plugin, which lies in a folder of its own that only the tests see.
 # Usage: bash launch/test.sh [arguments for pytest, for instance tests/losses -k aipo]
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -17,6 +18,19 @@ find_python312() {
   for candidate in python3.12 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12*/bin/python3.12; do
     if "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' >/dev/null 2>&1 </dev/null; then echo "$candidate"; return; fi
   done
+}
+
+# Puts the locked CUDA plugin into $VENV/aot (190 MB to download) and leaves PLUGIN as the path to add, or empty where there is none.
+install_gpu_compiler() {
+  local lock stamp
+  PLUGIN="$VENV/aot"
+  lock="launch/locks/aot_$("$VENV/bin/python" -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")').txt"
+  stamp="$PLUGIN/$(sha256sum "$lock" | cut -c1-16)"
+  if [ "$HAS_GPU" = yes ] || [ "$(uname -s)" != Linux ]; then PLUGIN=""; return; fi # with a GPU its own plugin is there already
+  if [ -e "$stamp" ]; then return; fi
+  rm -rf "$PLUGIN"
+  "$VENV/bin/python" -m pip --disable-pip-version-check --no-input install -qq --no-deps --require-hashes --target "$PLUGIN" -r "$lock" \
+    </dev/null && touch "$stamp"
 }
 
 list_unexecuted_raises() {
@@ -39,12 +53,14 @@ else
   check "smoke test of the whole loop on Python 3.12 with the newest JAX" "$ROOT/.venv312/bin/python" -m pytest -q tests/test_smoke.py
 fi
 
+check "JAX's compiler for NVIDIA GPUs" install_gpu_compiler
 if [ "$#" -gt 0 ]; then
-  check "pytest" python -m pytest -m "not gpu and not multihost" "$@"
+  PYTHONPATH="$PLUGIN" check "pytest" python -m pytest -m "not gpu and not multihost and not aot_large" "$@"
 else
   rm -rf build/coverage
-  check "pytest" coverage run -m pytest -m "not gpu and not multihost"
+  check "pytest" coverage run -m pytest -m "not gpu and not multihost and not aot"
   check "coverage: every raise is executed by a test" list_unexecuted_raises
+  PYTHONPATH="$PLUGIN" check "pytest: programs for NVIDIA GPUs" python -m pytest -m "aot and not aot_large" tests/aot
 fi
 
 if [ "${#failed[@]}" -gt 0 ]; then

@@ -160,6 +160,12 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, partition_spec(mesh, axes, x.shape, {}))  # pyright: ignore[reportArgumentType]
 
 
+def num_row_shards() -> int:
+    """Returns over how many devices the rows of an activation are split on the mesh of `jax.set_mesh`; 1 where none is set."""
+    shape = jax.sharding.get_abstract_mesh().shape
+    return math.prod(shape.get(axis, 1) for axis in LOGICAL_TO_MESH["rows"])
+
+
 def _backends_are_initialised() -> bool:
     from jax.extend import backend
 

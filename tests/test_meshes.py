@@ -2,7 +2,7 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from llamarl_jax.meshes import PlacementConfig, build_mesh, build_meshes, named_sharding
+from llamarl_jax.meshes import PlacementConfig, build_mesh, build_meshes, named_sharding, num_row_shards
 
 
 def test_disjoint_meshes_share_no_device_and_keep_the_order():
@@ -33,3 +33,11 @@ def test_errors_name_the_numbers_and_a_fix():
         PlacementConfig(trainer_fsdp=0)
     with pytest.raises(ValueError, match="same devices, but the trainer mesh has 2"):
         PlacementConfig(kind="shared", trainer_fsdp=2)
+
+
+def test_rows_are_split_over_data_and_fsdp_of_the_mesh_in_force():
+    assert num_row_shards() == 1
+    with jax.set_mesh(build_mesh(jax.devices(), {"data": 2, "fsdp": 2, "tensor": 2})):
+        assert num_row_shards() == 4
+    with jax.set_mesh(build_mesh(jax.devices()[:4], {"data": 2, "tensor": 2})):
+        assert num_row_shards() == 2

@@ -1,7 +1,7 @@
 """Reads the text of a compiled program (HLO): what each operation does, in one line that is equal for equal work.
 
-The line has the opcodes that matter, for a product the shape of its larger operand (the kernel or the cache), the result's shape, and the
-named scopes of the source:
+The line has the opcodes that matter (of a custom call, its target), for a product or a custom call the shape of its largest operand (the
+kernel or the cache), the result's shape, and the named scopes of the source:
 
     dot f32[1536,576] = f32[64,1536] mlp/dot_general
 """
@@ -21,6 +21,7 @@ _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = (\S+|\([^=]*?\)) ([\w-]+
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{\s*$")
 _CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.-]+)")
 _COMMENT = re.compile(r"/\*.*?\*/")  # such as /*index=5*/ in a long tuple
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _NAME = re.compile(r'op_name="([^"]*)"')
 _PLUMBING = re.compile(r"^(?:jit\(.*\)|while|body|closed_call|cond|vmap\(.*\)|pjit)$")
 
@@ -45,6 +46,7 @@ class _Line:
     opcode: str
     operands: tuple[str, ...]
     called: str | None
+    target: str | None
     scope: str | None
 
 
@@ -66,10 +68,11 @@ def _parse(text: str) -> _Line | None:
     match = _INSTRUCTION.match(text)
     if match is None:
         return None
-    called, name = _CALLED.search(text), _NAME.search(text)
+    called, target, name = (pattern.search(text) for pattern in (_CALLED, _TARGET, _NAME))
     operands = tuple(re.findall(r"%([\w.-]+)", match[4]))
     shape = re.sub(r"\{[^}]*\}", "", match[2])
-    return _Line(match[1], shape, match[3], operands, called[1] if called else None, _without_plumbing(name[1]) if name else None)
+    scope = _without_plumbing(name[1]) if name else None
+    return _Line(match[1], shape, match[3], operands, called[1] if called else None, target[1] if target else None, scope)
 
 
 def _describe(line: _Line, bodies: dict[str, list[_Line]], shapes: dict[str, str]) -> Instruction:
@@ -78,8 +81,8 @@ def _describe(line: _Line, bodies: dict[str, list[_Line]], shapes: dict[str, str
         inside = bodies[line.called]
     opcodes = [inner.opcode for inner in inside]
     counted = [f"{opcodes.count(name)} {name}" if opcodes.count(name) > 1 else name for name in TELLING if name in opcodes]
-    kind = " + ".join(counted) or ("elementwise" if line.opcode == "fusion" else line.opcode)
-    products = [inner for inner in inside if inner.opcode == "dot"]
+    kind = line.target or " + ".join(counted) or ("elementwise" if line.opcode == "fusion" else line.opcode)
+    products = [inner for inner in inside if inner.opcode == "dot" or inner.target]
     operands = sorted({max((shapes.get(name, "") for name in product.operands), key=_size) for product in products})
     scopes = sorted({product.scope for product in products if product.scope}) or ([line.scope] if line.scope else [])
     # A call with telling work in it is a loop over threads, not a container.

@@ -17,6 +17,7 @@ Dimensions: S slots, N steps of a call, R prompts of a prefill, P prompt tokens,
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,11 +31,14 @@ from jaxtyping import Array, Int
 
 from llamarl_jax.engine.api import DecodeState, Prefix, ResultTokens, SlotRequest
 from llamarl_jax.engine.sampling import SamplingArrays, completion_key, sample, token_uniforms
+from llamarl_jax.kernels import native
+from llamarl_jax.kernels.native import Kernels
 from llamarl_jax.meshes import named_sharding, replicated
 from llamarl_jax.models.kv_cache import CACHE_AXES, CacheType, KVCache, LayerCache, has_scales, init_cache, resize
 from llamarl_jax.models.transformer import Params, TransformerSpec, axis_units
 from llamarl_jax.quantization.fp8 import QuantizationConfig
 
+_LOG = logging.getLogger(__name__)
 MIN_BUCKET_TOKENS = 16
 MIN_CACHE_TOKENS = 64
 MAX_INSERT_ROWS = 8
@@ -65,6 +69,9 @@ class EngineConfig:
     """Type of the KV cache: that of the activations, or a quarter (half) of it with one scale for each token and head."""
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     """float8 weights."""
+    kernels: Literal["auto", "xla", "native"] = "auto"
+    """Who computes a decode step's products and attention on one CPU device in float32: kernels of our own, compiled at first use, or
+    XLA. `auto` takes our own where there is a C++ compiler. On all other devices it is XLA."""
     stop_texts: tuple[str, ...] = ()
     """Texts of one token each that end a completion besides the model's end-of-sequence ids, such as a newline for plain prompts."""
 
@@ -140,7 +147,8 @@ class DecodeEngine:
             seed: start of all random streams.
 
         Raises:
-            ValueError: the slots cannot be split over the data axis, or their number is not resolved.
+            ValueError: the slots cannot be split over the data axis, their number is not resolved, or native kernels are asked for that
+                this machine or mesh cannot have.
         """
         if config.num_slots == "auto":
             raise ValueError("engine.num_slots is 'auto'; llamarl_jax.engine.memory.resolve_slots makes it a number")
@@ -149,6 +157,9 @@ class DecodeEngine:
                 f"engine.num_slots = {config.num_slots} cannot be split over {mesh.shape['data']} replicas of the generator mesh; "
                 f"choose a multiple of {mesh.shape['data']}"
             )
+        self.kernels = choose_kernels(config, mesh)
+        if self.kernels == "native":
+            spec = TransformerSpec.build(spec.config, is_scanned=False, quantization=spec.quantization, kernels=self.kernels)
         self.spec, self.mesh, self.config, self.seed = spec, mesh, config, seed
         self.num_slots, self.num_steps_per_call = config.num_slots, config.decode_steps_per_call
         self._dtype = jnp.dtype(config.dtype)
@@ -388,6 +399,31 @@ class DecodeEngine:
 
         state, (ids, bits) = jax.lax.scan(step, state, None, length=self.config.decode_steps_per_call)
         return state, jnp.concatenate([ids, bits, state.is_live[None].astype(jnp.int32)])
+
+
+def choose_kernels(config: EngineConfig, mesh: Mesh) -> Kernels:
+    """Returns who computes the decode step on this mesh.
+
+    Raises:
+        ValueError: `engine.kernels` is "native" and that cannot be.
+    """
+    if config.kernels == "xla":
+        return "xla"
+    devices = {device.platform for device in mesh.devices.flat}
+    obstacle = None
+    if devices != {"cpu"} or mesh.size > 1:
+        obstacle = f"they run on a single CPU device, and the generator mesh is {mesh.size} × {'/'.join(sorted(devices))}"
+    elif config.dtype != "float32":
+        obstacle = f"they compute in float32, and engine.dtype is {config.dtype!r}"
+    else:
+        obstacle = native.find_obstacle()
+        if obstacle is not None and config.kernels == "auto":
+            _LOG.warning("decoding with XLA's operations, which are slower on this CPU than kernels of our own: %s", obstacle)
+    if obstacle is None:
+        return "native"
+    if config.kernels == "native":
+        raise ValueError(f"engine.kernels is 'native', but {obstacle}; or choose 'auto', which takes XLA's operations then")
+    return "xla"
 
 
 def _prefill_rows(num_prompts: int, most: int) -> int:

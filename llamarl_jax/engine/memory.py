@@ -5,7 +5,7 @@
 * `copies` of the weights lie side by side while new versions wait: those in force, and up to S − C + 1 that are staged, with
   S = max_staleness and C = partial_rollout_rounds.
 * A slot's KV cache is counted at its full capacity, and once more by half, because growing it keeps the old one until it is copied.
-* Logits and their exponentials are float32 over the vocabulary for every slot.
+* Logits and their exponentials are float32 over the vocabulary for every slot, split like the LM head.
 * A prefill holds the cache of one chunk's prompts.
 
 Dimensions: S slots, V vocabulary.
@@ -95,13 +95,15 @@ def plan_memory(
     if has_scales(config.cache_dtype):
         cache += _shard_bytes((*cache_shape[:3], 1), "float32", cache_sharding)
     cache *= 2 * model.num_layers
+    logits_shape = (mesh.shape["data"], model.vocab_size)
+    logits = _shard_bytes(logits_shape, "float32", named_sharding(mesh, ("rows", "vocab"), logits_shape))
     num_prefill_tokens = max(config.prefill_chunk_tokens, config.capacity)
     limit = device_memory_bytes(mesh) if limit_bytes is None else limit_bytes
     return MemoryPlan(
         limit_bytes=int(limit * MEMORY_SHARE) - reserved_bytes,
         weight_bytes=weights * num_weight_copies,
         prefill_bytes=cache * num_prefill_tokens // config.capacity,
-        slot_bytes=int(cache * CACHE_GROWTH) + 4 * model.vocab_size * LOGIT_COPIES,
+        slot_bytes=int(cache * CACHE_GROWTH) + logits * LOGIT_COPIES,
         num_replicas=mesh.shape["data"],
     )
 

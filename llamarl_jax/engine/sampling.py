@@ -1,9 +1,9 @@
 """Draws one token per slot from a tempered, optionally truncated softmax and returns its log-probability under exactly that distribution.
 
-Sampling is by inverse transform in two levels: a block of the vocabulary with probability equal to its mass, then a token inside
-the block. That needs two uniform numbers per token instead of one per vocabulary entry (the Gumbel trick), reads the exponentials
-that the log-softmax needs anyway, and can never return an entry of probability zero, because a search for the first cumulative sum
-*above* u · total skips entries that add nothing.
+Sampling is by inverse transform in two levels (`llamarl_jax.engine.inverse_transform`): a block of the vocabulary with probability equal
+to its mass, then a token inside the block. That needs two uniform numbers per token instead of one per vocabulary entry (the Gumbel
+trick), reads the exponentials that the log-softmax needs anyway, and can never return an entry of probability zero, because a search for
+the first cumulative sum *above* u · total skips entries that add nothing.
 
 Truncation keeps the entries whose probability reaches a threshold, so it needs no sort: the threshold of top-k and top-p is found by
 bisection over the bits of a float32 (30 passes over the vocabulary give it exactly). Entries that tie with the last one kept are kept
@@ -12,7 +12,7 @@ too. The order is that of Hugging Face: temperature, top-k, top-p of what top-k 
 The random numbers of a token depend on (seed, prompt id, sample index, position) and on nothing else, so a completion does not depend
 on its slot, its neighbours or the schedule.
 
-Dimensions: S slots, V vocabulary, W vocabulary blocks.
+Dimensions: S slots, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-BLOCK_SIZE = 256
+from llamarl_jax.engine.vocabulary import first_largest, inverse_transform
+
 _BITS_OF_ONE = 0x3F800000
 
 
@@ -116,7 +117,7 @@ def sample(
     if is_truncated:
         threshold = jnp.where(is_greedy, 0.0, _threshold(mass, sampling))
         mass = jnp.where(mass >= threshold[:, None], mass, 0.0)
-    ids = jnp.where(is_greedy, jnp.argmax(scaled, axis=-1), _inverse_transform(mass, uniforms)).astype(jnp.int32)
+    ids = jnp.where(is_greedy, first_largest(scaled), inverse_transform(mass, uniforms)).astype(jnp.int32)
     chosen = jnp.take_along_axis(scaled, ids[:, None], axis=-1)
     logprobs = (chosen - peak)[:, 0] - jnp.log(jnp.sum(mass, axis=-1))
     return ids, logprobs
@@ -153,18 +154,3 @@ def _largest_threshold(mass: Float[Array, "S V"], is_enough: Callable[[Array], A
     low = jnp.zeros(mass.shape[0], jnp.int32)
     bits, _ = jax.lax.fori_loop(0, _BITS_OF_ONE.bit_length(), halve, (low, jnp.full_like(low, _BITS_OF_ONE)))
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def _inverse_transform(mass: Float[Array, "S V"], uniforms: Float[Array, "S 2"]) -> Int[Array, " S"]:
-    """Returns ids drawn with probability proportional to `mass` (float32, not negative, at least one positive)."""
-    num_slots, vocab_size = mass.shape
-    blocks = jnp.pad(mass, ((0, 0), (0, -vocab_size % BLOCK_SIZE))).reshape(num_slots, -1, BLOCK_SIZE)
-    block = _first_above(jnp.sum(blocks, axis=-1), uniforms[:, 0])
-    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    return block * BLOCK_SIZE + _first_above(inside, uniforms[:, 1])
-
-
-def _first_above(mass: Float[Array, "S W"], uniform: Float[Array, " S"]) -> Int[Array, " S"]:
-    """Returns the first index whose cumulative mass exceeds uniform · total; total itself is never reached since uniform ≤ 1 − 2⁻²³."""
-    cumulative = jnp.cumsum(mass, axis=-1)
-    return jnp.argmax(cumulative > uniform[:, None] * cumulative[:, -1:], axis=-1)

@@ -9,8 +9,8 @@ Parameters live outside the modules as a plain nested dict; `TransformerSpec.bin
 parameter carries the logical names of its dimensions, from which `llamarl_jax.meshes` derives every sharding. Kernels are stored
 (out, in) as in Hugging Face files, so loading and exporting never transposes.
 
-Norms, softmax, LM head and log-softmax are float32 whatever the compute dtype. Ids that the tokenizer does not know (vocabulary
-padding) get a logit of −1e30 here, once, for trainer and decoder alike.
+Norms, softmax and log-softmax are float32 whatever the compute dtype. The LM head multiplies in the compute dtype, and its sums and logits
+are float32. Ids that the tokenizer does not know (vocabulary padding) get a logit of −1e30 here, once, for trainer and decoder alike.
 
 Dimensions: B rows, T tokens, C key positions, D model, V vocabulary, H query heads, K key-value heads, Q head dim, F mlp.
 """
@@ -29,6 +29,8 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
+from llamarl_jax.kernels import native
+from llamarl_jax.kernels.native import Kernels
 from llamarl_jax.meshes import constrain, named_sharding
 from llamarl_jax.models.attention import attend
 from llamarl_jax.models.config import ModelConfig
@@ -36,6 +38,7 @@ from llamarl_jax.models.kv_cache import KVCache, LayerCache, write
 from llamarl_jax.models.rope import rope_tables, rotate
 from llamarl_jax.quantization.fp8 import DTYPE as FP8_DTYPE
 from llamarl_jax.quantization.fp8 import Mode, QuantizationConfig, fp8_linear, quantize
+from llamarl_jax.quantization.row_product import row_product
 
 UNKNOWN_ID_LOGIT = -1e30
 INIT_SCALE = 0.02
@@ -60,9 +63,11 @@ class Linear(nnx.Module):
         rngs: nnx.Rngs,
         has_bias: bool = False,
         mode: Mode = "none",
+        kernels: Kernels = "xla",
     ):
         names: tuple[str, ...] = ("layers",) * len(lead)
         self.mode: Mode = mode
+        self.kernels: Kernels = kernels
         kernel = jax.random.normal(rngs.params(), (*lead, out_size, in_size)) * INIT_SCALE
         scale = None
         if mode != "none":
@@ -74,7 +79,11 @@ class Linear(nnx.Module):
     def __call__(self, x: Float[Array, "B T I"]) -> Float[Array, "B T O"]:
         """Applies the layer in the dtype of `x`."""
         if self.kernel_scale is None:
-            y = jax.lax.dot_general(x, self.kernel[...].astype(x.dtype), (((x.ndim - 1,), (1,)), ((), ())))
+            kernel = jnp.asarray(self.kernel[...], x.dtype)
+            if can_be_native(x, kernel, self.kernels):
+                y = native.linear(x, kernel)
+            else:
+                y = jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (1,)), ((), ())))
         else:
             y = fp8_linear(x, self.kernel[...], self.kernel_scale[...], self.mode)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
@@ -97,10 +106,12 @@ class RMSNorm(nnx.Module):
 class Attention(nnx.Module):
     """Grouped-query attention with rotary positions; optional biases (Qwen2.5) and per-head norms (Qwen3)."""
 
-    def __init__(self, config: ModelConfig, *, lead: tuple[int, ...], rngs: nnx.Rngs, quantization: QuantizationConfig):
-        self.config, self.is_fused = config, not lead
+    def __init__(
+        self, config: ModelConfig, *, lead: tuple[int, ...], rngs: nnx.Rngs, quantization: QuantizationConfig, kernels: Kernels = "xla"
+    ):
+        self.config, self.is_fused, self.kernels = config, not lead, kernels
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        linear = partial(Linear, lead=lead, rngs=rngs)
+        linear = partial(Linear, lead=lead, rngs=rngs, kernels=kernels)
         if self.is_fused:
             self.qkv_proj = linear(
                 q_size + 2 * kv_size,
@@ -126,6 +137,10 @@ class Attention(nnx.Module):
         keys = rotate(keys if self.k_norm is None else self.k_norm(keys), *rope)
         if cache is None:
             mixed = attend(queries, jnp.swapaxes(keys, 1, 2), jnp.swapaxes(values, 1, 2), mask)
+        elif start is not None and self.kernels == "native" and x.shape[1] == 1 and native.can_attend(queries, cache.keys):
+            one = (queries[:, 0], keys[:, 0], values[:, 0])
+            mixed, *arrays = native.decode_attention(*one, cache.keys, cache.values, start)
+            cache = LayerCache(*arrays)
         else:
             assert start is not None
             cache = write(cache, keys, values, start)
@@ -145,8 +160,10 @@ class Attention(nnx.Module):
 class Mlp(nnx.Module):
     """down(silu(gate(x)) · up(x)). "GLU Variants Improve Transformer", Shazeer, arXiv 2002.05202."""
 
-    def __init__(self, config: ModelConfig, *, lead: tuple[int, ...], rngs: nnx.Rngs, quantization: QuantizationConfig):
-        linear = partial(Linear, lead=lead, rngs=rngs)
+    def __init__(
+        self, config: ModelConfig, *, lead: tuple[int, ...], rngs: nnx.Rngs, quantization: QuantizationConfig, kernels: Kernels = "xla"
+    ):
+        linear = partial(Linear, lead=lead, rngs=rngs, kernels=kernels)
         self.block, self.is_fused = gate_up_block(config), not lead
         if self.is_fused:
             self.gate_up_proj = linear(
@@ -168,11 +185,13 @@ class Mlp(nnx.Module):
 class Block(nnx.Module):
     """One pre-norm layer: attention and mlp, each behind a norm and a residual. `lead` is (num_layers,) for stacked parameters."""
 
-    def __init__(self, config: ModelConfig, *, lead: tuple[int, ...], rngs: nnx.Rngs, quantization: QuantizationConfig):
+    def __init__(
+        self, config: ModelConfig, *, lead: tuple[int, ...], rngs: nnx.Rngs, quantization: QuantizationConfig, kernels: Kernels = "xla"
+    ):
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, lead=lead)
-        self.attention = Attention(config, lead=lead, rngs=rngs, quantization=quantization)
+        self.attention = Attention(config, lead=lead, rngs=rngs, quantization=quantization, kernels=kernels)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, lead=lead)
-        self.mlp = Mlp(config, lead=lead, rngs=rngs, quantization=quantization)
+        self.mlp = Mlp(config, lead=lead, rngs=rngs, quantization=quantization, kernels=kernels)
 
     def __call__(
         self, x: Float[Array, "B T D"], rope: Rope, mask: Bool[Array, "B T C"], start: Int[Array, " B"] | None, cache: LayerCache | None
@@ -189,13 +208,23 @@ class Block(nnx.Module):
 class Transformer(nnx.Module):
     """The whole network up to the logits; see the module docstring for its two forms."""
 
-    def __init__(self, config: ModelConfig, *, is_scanned: bool, rngs: nnx.Rngs, quantization: QuantizationConfig = UNQUANTIZED):
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        is_scanned: bool,
+        rngs: nnx.Rngs,
+        quantization: QuantizationConfig = UNQUANTIZED,
+        kernels: Kernels = "xla",
+    ):
         self.config = config
+        self.kernels: Kernels = kernels
         self.embed = Embedding(config, rngs=rngs)
         if is_scanned:
             self.layers = Block(config, lead=(config.num_layers,), rngs=rngs, quantization=UNQUANTIZED)
         else:
-            self.layers = nnx.List([Block(config, lead=(), rngs=rngs, quantization=quantization) for _ in range(config.num_layers)])
+            block = partial(Block, config, lead=(), rngs=rngs, quantization=quantization, kernels=kernels)
+            self.layers = nnx.List([block() for _ in range(config.num_layers)])
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, lead=())
         if not config.is_tied_embedding:
             self.lm_head = Linear(config.vocab_size, config.hidden_size, ("vocab", "embed"), lead=(), rngs=rngs)
@@ -246,9 +275,10 @@ class Transformer(nnx.Module):
     def logits(self, hidden: Float[Array, "*shape D"]) -> Float[Array, "*shape V"]:
         """Returns float32 logits; ids unknown to the tokenizer get −1e30."""
         kernel = self.embed.embedding if self.config.is_tied_embedding else self.lm_head.kernel
-        contract = (((hidden.ndim - 1,), (1,)), ((), ()))
         with jax.named_scope("lm_head"):
-            logits = jax.lax.dot_general(hidden.astype(jnp.float32), kernel[...].astype(jnp.float32), contract)
+            # Operands stay in the compute dtype: a float32 copy of a bfloat16 kernel would be written at every decode step.
+            operand = jnp.asarray(kernel[...], hidden.dtype)
+            logits = native.linear(hidden, operand) if can_be_native(hidden, operand, self.kernels) else row_product(hidden, operand)
         if self.config.valid_vocab_size == self.config.vocab_size:
             return logits
         return jnp.where(jnp.arange(self.config.vocab_size) < self.config.valid_vocab_size, logits, UNKNOWN_ID_LOGIT)
@@ -281,6 +311,11 @@ class Embedding(nnx.Module):
         return jnp.take(self.embedding[...], token_ids, axis=0)
 
 
+def can_be_native(x: Float[Array, "*shape I"], kernel: Float[Array, "O I"], kernels: Kernels) -> bool:
+    """Says whether native kernels were chosen and take a product of these shapes and types."""
+    return kernels == "native" and native.can_multiply(x, kernel)
+
+
 @dataclass(frozen=True)
 class TransformerSpec:
     """What is known of a transformer without its weights.
@@ -298,9 +333,12 @@ class TransformerSpec:
     quantization: QuantizationConfig = UNQUANTIZED
 
     @classmethod
-    def build(cls, config: ModelConfig, *, is_scanned: bool, quantization: QuantizationConfig = UNQUANTIZED) -> TransformerSpec:
-        """Traces the constructor; allocates nothing. Only the list form can be quantised."""
-        model = nnx.eval_shape(lambda: Transformer(config, is_scanned=is_scanned, rngs=nnx.Rngs(0), quantization=quantization))
+    def build(
+        cls, config: ModelConfig, *, is_scanned: bool, quantization: QuantizationConfig = UNQUANTIZED, kernels: Kernels = "xla"
+    ) -> TransformerSpec:
+        """Traces the constructor; allocates nothing. Only the list form can be quantised or use native kernels."""
+        make = partial(Transformer, config, is_scanned=is_scanned, quantization=quantization, kernels=kernels)
+        model = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
         graph, state = nnx.split(model)
         axes = jax.tree.map(lambda v: v.get_metadata("logical_axes"), state, is_leaf=lambda v: isinstance(v, nnx.Variable))
         return cls(config, graph, nnx.to_pure_dict(state), nnx.to_pure_dict(axes), quantization)

@@ -17,9 +17,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+from llamarl_jax.quantization.row_product import row_product
 
 Mode = Literal["none", "w8a16", "w8a8"]
 DTYPE = jnp.float8_e4m3fn
@@ -80,15 +81,8 @@ def fp8_linear(
     x: Float[Array, "*rows I"], kernel: Float[Array, "O I"], kernel_scale: Float[Array, " O"], mode: Mode
 ) -> Float[Array, "*rows O"]:
     """Returns x · (kernel · scale)ᵀ in the dtype of `x`."""
-    contract = (((x.ndim - 1,), (1,)), ((), ()))
     if mode == "w8a16":
-        product = jax.lax.dot_general(x, kernel.astype(x.dtype), contract, preferred_element_type=jnp.float32)
-        return (product * kernel_scale).astype(x.dtype)
+        return (row_product(x, kernel.astype(x.dtype)) * kernel_scale).astype(x.dtype)
     values, scale = quantize(x)
-    rows = values.reshape(-1, values.shape[-1])
-    is_alone = rows.shape[0] == 1
-    if is_alone:  # cuBLASLt has no float8 product for a single row; XLA would dequantise the whole kernel instead
-        rows = jnp.concatenate([rows, jnp.zeros_like(rows)])
-    product = jax.lax.dot_general(rows, kernel, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    product = (product[:1] if is_alone else product).reshape(*x.shape[:-1], -1)
+    product = row_product(values.reshape(-1, values.shape[-1]), kernel).reshape(*x.shape[:-1], -1)
     return (product * scale[..., None] * kernel_scale).astype(x.dtype)

@@ -66,6 +66,7 @@ class WeightExporter:
         self._export_mesh = build_mesh(list(meshes.trainer.devices.flat), {"data": meshes.trainer.size // num_slices, "tensor": num_slices})
         flight_mesh = _flight_mesh(meshes.generator, num_slices)
         self._export_shardings = generator.shardings(self._export_mesh)
+        self._layer_on_trainer = generator.shardings(meshes.trainer)["layers"][0]
         self._flight_shardings = generator.shardings(flight_mesh)
         self._final_shardings = generator.shardings(meshes.generator)
         self._land = None
@@ -115,7 +116,9 @@ class WeightExporter:
         part = jax.tree.map(cut, layers)
         config, quantization = self._generator.config, self._generator.quantization
         fused = [fuse_layer(jax.tree.map(lambda x, i=i: x[i], part), config) for i in range(num_layers)]
-        return [self._cast(quantize_layer(layer, quantization)) for layer in fused]
+        cast = [self._cast(quantize_layer(layer, quantization)) for layer in fused]
+        # Pinned to where the masters are, or XLA moves float32 between the devices and rounds it off on arrival.
+        return [jax.lax.with_sharding_constraint(layer, self._layer_on_trainer) for layer in cast]
 
     def _cast_rest(self, rest: Params) -> Params:
         # A copy even where the dtype is right: jit would hand out its own argument, which the next training step donates.

@@ -53,3 +53,14 @@ ENTRY %main (a: f32[2]) -> f32[2] {
 }
 """
     assert parse_hlo(text)["while.3"].is_container
+
+
+def test_a_custom_call_is_named_by_its_target_and_largest_operand():
+    text = """
+ENTRY %main (a: f32[2,8], b: f32[9,8]) -> f32[2,9] {
+  %a = f32[2,8]{1,0} parameter(0)
+  %b = f32[9,8]{1,0} parameter(1)
+  ROOT %c.2 = f32[2,9]{1,0} custom-call(%a, %b), custom_call_target="llamarl_linear", metadata={op_name="jit(f)/mlp/ffi_call"}
+}
+"""
+    assert parse_hlo(text)["c.2"].label == "llamarl_linear f32[9,8] = f32[2,9] mlp/ffi_call"

@@ -35,6 +35,7 @@ def test_tensor_splits_weights_and_heads_data_only_slots():
     split = plan_memory(LISTED, _mesh(2, 2), ENGINE, num_weight_copies=1, limit_bytes=10_000_000)
     assert split.weight_bytes == 4 * (300 * 48 + 2 * LAYER) // 2 + 4 * NORMS
     assert split.prefill_bytes == alone.prefill_bytes // 2
+    assert split.slot_bytes == alone.slot_bytes // 2  # one of two heads, half of the vocabulary
     assert split.most_slots % 2 == 0
     half = plan_memory(LISTED, _mesh(1, 1), dataclasses.replace(ENGINE, dtype="bfloat16"), num_weight_copies=1, limit_bytes=10_000_000)
     assert half.weight_bytes == 2 * (300 * 48 + 2 * LAYER) + 4 * NORMS

@@ -1,0 +1,284 @@
+// Two kernels of the decoder for CPUs, in float32, called from XLA programs through its foreign function interface.
+//
+// A decode step multiplies few rows (one for each slot) with every weight, so its time is that of reading the weights once. XLA runs a
+// product with one row on one core, and copies the weights into panels for more rows; these kernels read each weight once, on all cores,
+// and fetch the next block of weights from memory while the present one is in use.
+//
+// The result of a row does not depend on which other rows are computed with it: every dot product is summed in the same order.
+//
+// Vectors are the compilers' own (GCC, Clang), as wide as the machine's registers, so nothing here is specific to one processor.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+// The tile's sums, its weights and one value of x fill the vector registers: 32 of AVX-512 and ARM, 16 of AVX2 and SSE.
+#if defined(__AVX512F__)
+constexpr int kLanes = 16, kTileRows = 4, kTileOutputs = 6;
+#elif defined(__AVX__)
+constexpr int kLanes = 8, kTileRows = 2, kTileOutputs = 4;
+#elif defined(__ARM_NEON)
+constexpr int kLanes = 4, kTileRows = 4, kTileOutputs = 6;
+#else
+constexpr int kLanes = 4, kTileRows = 2, kTileOutputs = 4;
+#endif
+constexpr int kMaxTileRows = 4;
+constexpr int64_t kTaskOutputs = 8 * kTileOutputs;
+constexpr int64_t kBlockRows = 64;  // rows of x that are read again and again, so they should stay in the second-level cache
+constexpr int kHeadVecs = 4;        // vectors of a head that are summed at once
+
+typedef float Vec __attribute__((vector_size(4 * kLanes)));
+typedef int32_t IntVec __attribute__((vector_size(4 * kLanes)));
+typedef float UnalignedVec __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+
+#if defined(__clang__) || __GNUC__ >= 12
+#define LLAMARL_PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define LLAMARL_PICK(a, b, ...) __builtin_shuffle(a, b, IntVec{__VA_ARGS__})
+#endif
+
+inline Vec load(const float* p) { return *reinterpret_cast<const UnalignedVec*>(p); }
+inline void store(float* p, Vec v) { *reinterpret_cast<UnalignedVec*>(p) = v; }
+inline Vec splat(float x) { return Vec{} + x; }
+inline Vec greater(Vec a, Vec b) { return a > b ? a : b; }
+
+// Adds each lane of `a` to the one at distance S, keeps the sums in the lanes whose bit S is clear, and those of `b` in the others.
+template <int S, size_t... L> inline Vec fold_lanes(Vec a, Vec b, std::index_sequence<L...>) {
+  return LLAMARL_PICK(a, b, (L & S ? kLanes + (L ^ S) : L)...) + LLAMARL_PICK(a, b, (L & S ? kLanes + L : L ^ S)...);
+}
+template <int S> inline Vec fold(Vec a, Vec b) { return fold_lanes<S>(a, b, std::make_index_sequence<kLanes>()); }
+
+// Adds the lanes of a vector in the order in which `fold` adds them.
+template <int S = kLanes / 2> inline float sum_lanes(Vec v) {
+  if constexpr (S == 0) return v[0];
+  else return sum_lanes<S / 2>(fold<S>(v, v));
+}
+
+// Runs body(0) … body(count − 1) on the threads that XLA has, this one included, which takes what no other one takes.
+template <typename Body> void parallel_for(ffi::ThreadPool& pool, int64_t count, const Body& body) {
+  struct Progress {
+    std::atomic<int64_t> next{0}, done{0};
+  };
+  auto progress = std::make_shared<Progress>();  // a thread may come to its task when all is done and this call is over
+  auto work = [progress, &body, count] {
+    for (int64_t i; (i = progress->next.fetch_add(1)) < count;) {
+      body(i);
+      progress->done.fetch_add(1);
+    }
+  };
+  const int64_t helpers = std::min<int64_t>(pool.num_threads(), count) - 1;
+  for (int64_t i = 0; i < helpers; ++i) pool.Schedule([work] { work(); });
+  work();
+  while (progress->done.load() < count) std::this_thread::yield();
+}
+
+// y[r, o] = Σ_i x[r, i] · w[o, i] for R rows and O outputs; meanwhile P cache lines a step are fetched from `ahead` on.
+template <int R, int O, int P>
+inline __attribute__((always_inline)) void tile(const float* x, const float* w, float* y, int64_t in, int64_t stride, const float* ahead) {
+  Vec sums[R][O] = {};
+  for (int64_t i = 0; i < in; i += kLanes) {
+    Vec weights[O];
+#pragma GCC unroll 8
+    for (int o = 0; o < O; ++o) weights[o] = load(w + o * in + i);
+#pragma GCC unroll 8
+    for (int p = 0; p < P; ++p) __builtin_prefetch(ahead + P * i + p * kLanes, 0, 2);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const Vec value = load(x + r * in + i);
+#pragma GCC unroll 8
+      for (int o = 0; o < O; ++o) sums[r][o] += value * weights[o];
+    }
+  }
+  if constexpr (kLanes == 16 && R == 4 && O == 6) {  // two rows at once: half the work of adding up 12 vectors one by one
+#pragma GCC unroll 2
+    for (int r = 0; r < R; r += 2) {
+      Vec half[O];
+#pragma GCC unroll 8
+      for (int o = 0; o < O; ++o) half[o] = fold<8>(sums[r][o], sums[r + 1][o]);
+      const Vec outputs04 = fold<4>(half[0], half[4]), outputs15 = fold<4>(half[1], half[5]);
+      const Vec outputs2 = fold<4>(half[2], half[2]), outputs3 = fold<4>(half[3], half[3]);
+      float all[kLanes];
+      store(all, fold<1>(fold<2>(outputs04, outputs2), fold<2>(outputs15, outputs3)));
+      std::memcpy(y + r * stride, all, O * sizeof(float));
+      std::memcpy(y + (r + 1) * stride, all + 8, O * sizeof(float));
+    }
+  } else {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+      for (int o = 0; o < O; ++o) y[r * stride + o] = sum_lanes(sums[r][o]);
+  }
+}
+
+template <int R, int P = 0>
+inline void tile_outputs(const float* x, const float* w, float* y, int64_t in, int64_t outputs, int64_t stride, const float* ahead) {
+  if (outputs == kTileOutputs) return tile<R, kTileOutputs, P>(x, w, y, in, stride, ahead);
+  for (int64_t o = 0; o < outputs; ++o) tile<R, 1, 0>(x, w + o * in, y + o, in, stride, ahead);
+}
+
+// The next tile's weights lie right behind this one's, and each tile of rows fetches a P-th part of a row's length of them.
+template <int P> void product_ahead(const float* x, const float* w, float* y, int64_t rows, int64_t in, int64_t outputs, int64_t stride) {
+  for (int64_t o = 0; o < outputs; o += kTileOutputs) {
+    const int64_t n = std::min<int64_t>(kTileOutputs, outputs - o);
+    const float *weights = w + o * in, *ahead = weights + kTileOutputs * in;
+    int64_t r = 0;
+    for (; r + kTileRows <= rows; r += kTileRows, ahead += P * in)
+      tile_outputs<kTileRows, P>(x + r * in, weights, y + r * stride + o, in, n, stride, ahead);
+    const float* rest = x + r * in;
+    float* out = y + r * stride + o;
+    static_assert(kTileRows <= kMaxTileRows);
+    switch (rows - r) {
+      case 3: tile_outputs<3>(rest, weights, out, in, n, stride, ahead); break;
+      case 2: tile_outputs<2>(rest, weights, out, in, n, stride, ahead); break;
+      case 1: tile_outputs<1>(rest, weights, out, in, n, stride, ahead); break;
+      default: break;
+    }
+  }
+}
+
+void product(const float* x, const float* w, float* y, int64_t rows, int64_t in, int64_t outputs, int64_t stride) {
+  const int64_t tiles = rows / kTileRows;  // that share the fetching of kTileOutputs rows of weights
+  if (tiles < 2) product_ahead<kTileOutputs>(x, w, y, rows, in, outputs, stride);
+  else if (tiles < 3) product_ahead<3>(x, w, y, rows, in, outputs, stride);
+  else if (tiles < 6) product_ahead<2>(x, w, y, rows, in, outputs, stride);
+  else product_ahead<1>(x, w, y, rows, in, outputs, stride);
+}
+
+// e^x for x ≤ 0, to about 1 unit in the last place: 2^n · e^r with |r| ≤ ln 2 / 2 and the polynomial of Cephes' expf
+// (netlib.org/cephes); below −87, where the result is no longer a normal number, 0.
+inline Vec exp_of_negative(Vec x) {
+  const Vec clamped = greater(x, splat(-87.0f));
+  const Vec shifted = clamped * 1.44269504088896341f + 12582912.0f;  // 1.5 · 2^23: the sum's lowest bits are the rounded product
+  const Vec n = shifted - 12582912.0f;
+  const Vec r = clamped - n * 0.693359375f - n * -2.12194440e-4f;
+  Vec p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  const IntVec power = (__builtin_convertvector(n, IntVec) + 127) << 23;
+  Vec scale;
+  std::memcpy(&scale, &power, sizeof(scale));
+  const Vec result = p * scale;
+  return x < splat(-87.0f) ? Vec{} : result;
+}
+
+// Makes softmax numerators of `count` scores in place and returns their sum; `scores` has room for whole vectors.
+float exponentials(float* scores, int64_t count, float factor) {
+  float peak = scores[0];
+  for (int64_t c = 1; c < count; ++c) peak = std::max(peak, scores[c]);
+  const int64_t padded = (count + kLanes - 1) / kLanes * kLanes;
+  for (int64_t c = count; c < padded; ++c) scores[c] = -1e30f;
+  Vec total{};
+  for (int64_t c = 0; c < padded; c += kLanes) {
+    const Vec e = exp_of_negative((load(scores + c) - peak) * factor);
+    store(scores + c, e);
+    total += e;
+  }
+  return sum_lanes(total);
+}
+
+// out[g, :] = Σ_c weights[g, c] · values[c, :] / totals[g] for G queries and N vectors of the head.
+template <int G, int N>
+void mix(const float* weights, int64_t stride, const float* values, int64_t count, int64_t dim, const float* totals, float* out) {
+  Vec sums[G][N] = {};
+  for (int64_t c = 0; c < count; ++c) {
+    Vec row[N];
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) row[n] = load(values + c * dim + n * kLanes);
+#pragma GCC unroll 4
+    for (int g = 0; g < G; ++g)
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) sums[g][n] += weights[g * stride + c] * row[n];
+  }
+#pragma GCC unroll 4
+  for (int g = 0; g < G; ++g)
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) store(out + g * dim + n * kLanes, sums[g][n] / totals[g]);
+}
+
+template <int N> void mix_queries(int64_t queries, const float* weights, int64_t stride, const float* values, int64_t count, int64_t dim,
+                                  const float* totals, float* out) {
+  int64_t g = 0;
+  for (; g + kMaxTileRows <= queries; g += kMaxTileRows)
+    mix<kMaxTileRows, N>(weights + g * stride, stride, values, count, dim, totals + g, out + g * dim);
+  switch (queries - g) {
+    case 3: mix<3, N>(weights + g * stride, stride, values, count, dim, totals + g, out + g * dim); break;
+    case 2: mix<2, N>(weights + g * stride, stride, values, count, dim, totals + g, out + g * dim); break;
+    case 1: mix<1, N>(weights + g * stride, stride, values, count, dim, totals + g, out + g * dim); break;
+    default: break;
+  }
+}
+
+// All query heads of one slot that read the same key-value head: the group is what makes the cache's bytes worth reading.
+void attend(const float* queries, int64_t group, const float* keys, const float* values, int64_t count, int64_t dim, float factor, float* out) {
+  thread_local std::vector<float> scratch;
+  const int64_t stride = (count + kLanes - 1) / kLanes * kLanes;
+  scratch.resize(group * (stride + 1));
+  float *scores = scratch.data(), *totals = scores + group * stride;
+  product(queries, keys, scores, group, dim, count, stride);
+  for (int64_t g = 0; g < group; ++g) totals[g] = exponentials(scores + g * stride, count, factor);
+  int64_t d = 0;
+  for (; d + kHeadVecs * kLanes <= dim; d += kHeadVecs * kLanes)
+    mix_queries<kHeadVecs>(group, scores, stride, values + d, count, dim, totals, out + d);
+  for (; d < dim; d += kLanes) mix_queries<1>(group, scores, stride, values + d, count, dim, totals, out + d);
+}
+
+using F32 = ffi::Buffer<ffi::F32>;
+using S32 = ffi::Buffer<ffi::S32>;
+using F32Result = ffi::Result<F32>;
+
+// x [B, I], kernel [O, I] → y [B, O].
+ffi::Error linear(ffi::ThreadPool pool, F32 x, F32 kernel, F32Result y) {
+  const int64_t rows = x.dimensions()[0], in = x.dimensions()[1], outputs = kernel.dimensions()[0];
+  if (in % kLanes || kernel.dimensions()[1] != in) return ffi::Error::InvalidArgument("llamarl_linear: inputs are not whole vectors");
+  parallel_for(pool, (outputs + kTaskOutputs - 1) / kTaskOutputs, [&](int64_t task) {
+    const int64_t first = task * kTaskOutputs, n = std::min(kTaskOutputs, outputs - first);
+    for (int64_t r = 0; r < rows; r += kBlockRows)
+      product(x.typed_data() + r * in, kernel.typed_data() + first * in, y->typed_data() + r * outputs + first,
+              std::min(kBlockRows, rows - r), in, n, outputs);
+  });
+  return ffi::Error::Success();
+}
+
+// queries [S, K, G, Q], keys and values of this token [S, K, Q], caches [S, K, C, Q], positions [S] → mixed [S, K, G, Q] and the caches,
+// which are written in place.
+ffi::Error decode_attention(ffi::ThreadPool pool, F32 queries, F32 new_keys, F32 new_values, F32, F32, S32 positions, F32Result mixed,
+                            F32Result keys, F32Result values) {
+  const auto sizes = queries.dimensions();
+  const int64_t heads = sizes[1], group = sizes[2], dim = sizes[3], length = keys->dimensions()[2];
+  if (dim % kLanes) return ffi::Error::InvalidArgument("llamarl_decode_attention: heads are not whole vectors");
+  const float factor = 1.0f / std::sqrt(static_cast<float>(dim));
+  parallel_for(pool, sizes[0] * heads, [&](int64_t task) {
+    // As XLA's dynamic_update_slice does, a position outside of the cache is moved to its end.
+    const int64_t position = std::clamp<int64_t>(positions.typed_data()[task / heads], 0, length - 1);
+    float *k = keys->typed_data() + task * length * dim, *v = values->typed_data() + task * length * dim;
+    std::memcpy(k + position * dim, new_keys.typed_data() + task * dim, dim * sizeof(float));
+    std::memcpy(v + position * dim, new_values.typed_data() + task * dim, dim * sizeof(float));
+    attend(queries.typed_data() + task * group * dim, group, k, v, position + 1, dim, factor, mixed->typed_data() + task * group * dim);
+  });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+extern "C" int llamarl_lanes() { return kLanes; }
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(llamarl_linear, linear, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<F32>().Arg<F32>().Ret<F32>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(llamarl_decode_attention, decode_attention,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<F32>().Arg<F32>().Arg<F32>().Arg<F32>().Arg<F32>().Arg<S32>()
+                                  .Ret<F32>().Ret<F32>().Ret<F32>());

@@ -1,0 +1,61 @@
+"""What must hold of every compiled step of the decoder, whatever the model."""
+
+import jax
+
+from llamarl_jax.aot.buffers import as_large_as
+from llamarl_jax.aot.report import Report
+from llamarl_jax.aot.shapes import leaves
+from llamarl_jax.engine.engine import EngineConfig
+from llamarl_jax.engine.memory import CACHE_GROWTH, LOGIT_COPIES, plan_memory
+from llamarl_jax.meshes import build_mesh
+from llamarl_jax.models.config import ModelConfig
+from llamarl_jax.models.transformer import TransformerSpec
+from tests.aot.engines import collectives_of_a_step
+
+
+def check_projections_are_float8(report: Report, model: ModelConfig) -> None:
+    """qkv, o, gate_up and down of each layer; besides them two products of attention a layer and the LM head, in bfloat16."""
+    assert report.fp8_products_per_step == 4 * model.num_layers
+    assert report.custom_calls["__cublas$lt$matmul$f8"] == 4 * model.num_layers * report.steps
+    assert sum(p.executions for p in report.products) == (6 * model.num_layers + 1) * report.steps
+    assert set(report.flops_per_step) == {"f8e4m3fn", "bf16"}
+
+
+def check_weights_are_read_as_stored(report: Report) -> None:
+    assert report.weight_copies == (), report.describe()
+
+
+def check_cache_is_written_in_place(report: Report) -> None:
+    caches = report.arguments("state.cache")
+    assert caches
+    assert all(cache.aliased_output is not None for cache in caches)
+    shapes = [leaf for cache in caches if "scales" not in cache.name for leaf in leaves(cache.shape)]
+    assert as_large_as(report.temporaries, shapes) == ()
+
+
+def check_collectives(report: Report, model: ModelConfig, num_slots: int) -> None:
+    """Over tensor as counted by hand; over data only the results of a call, which the host reads whole."""
+    data, tensor = report.mesh_shape["data"], report.mesh_shape["tensor"]
+    expected: dict[tuple[str, str], tuple[float, float]] = {}
+    if tensor > 1:
+        expected |= {(kind, "tensor"): found for kind, found in collectives_of_a_step(model, num_slots // data, tensor).items()}
+    if data > 1:
+        expected["all-gather", "data"] = (1 / report.steps, (2 * report.steps + 1) * num_slots * 4 / report.steps)
+    assert {key: (t.count, t.num_bytes) for key, t in report.traffic_per_step.items()} == expected, report.describe()
+
+
+def check_memory_is_as_planned(report: Report, model: ModelConfig, engine: EngineConfig) -> None:
+    """The plan counts half a cache more, for growing it, and three times the logits; the step needs neither, but one set of logits."""
+    data, tensor = report.mesh_shape["data"], report.mesh_shape["tensor"]
+    spec = TransformerSpec.build(model, is_scanned=False, quantization=engine.quantization)
+    mesh = build_mesh((jax.devices() * (data * tensor))[: data * tensor], {"data": data, "tensor": tensor})
+    plan = plan_memory(spec, mesh, engine, num_weight_copies=1, limit_bytes=report.card_bytes)
+    assert isinstance(engine.num_slots, int)
+    logits = 4 * model.vocab_size // tensor
+    cache = (plan.slot_bytes - LOGIT_COPIES * logits) / CACHE_GROWTH
+    slots = engine.num_slots // data
+    arguments = plan.weight_bytes + slots * cache
+    assert abs(report.memory.arguments / arguments - 1) < 1e-3
+    assert abs(report.memory.peak / (arguments + slots * logits) - 1) < 0.02
+    assert report.memory.peak <= plan.weight_bytes + slots * plan.slot_bytes
+    assert report.fits

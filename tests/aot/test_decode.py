@@ -1,0 +1,124 @@
+"""The decoder's real programs at the size of Llama 3.1 8B, compiled for H100s that are not there."""
+
+from typing import Any
+
+import pytest
+
+from llamarl_jax.aot.decode import compile_decode, compile_prefill
+from llamarl_jax.aot.report import Report
+from llamarl_jax.aot.targets import A100, H100, H200
+from tests.aot import checks
+from tests.aot.engines import MODEL, SHALLOW, engine_config
+
+pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("gpu_compiler")]
+
+
+@pytest.fixture(scope="module", params=[(1, 1), (1, 8), (2, 4)], ids=["TP1", "TP8", "data2 TP4"])
+def step(request, gpu_compiler) -> Report:
+    data, tensor = request.param
+    return compile_decode(MODEL, engine_config(), data=data, tensor=tensor)
+
+
+def test_every_projection_is_a_float8_product(step):
+    checks.check_projections_are_float8(step, MODEL)
+
+
+def test_no_weight_is_converted_transposed_or_joined(step):
+    """The LM head's weight was once converted to float32 as a whole: 2 GB a step."""
+    checks.check_weights_are_read_as_stored(step)
+
+
+def test_the_cache_is_written_in_place(step):
+    checks.check_cache_is_written_in_place(step)
+
+
+def test_collectives_are_those_counted_by_hand(step):
+    checks.check_collectives(step, MODEL, 64)
+
+
+def test_memory_is_as_planned(step):
+    checks.check_memory_is_as_planned(step, MODEL, engine_config())
+
+
+def test_the_compiler_has_nothing_to_complain_about(step):
+    assert step.warnings == ()
+    assert step.unknown_trip_counts == ()
+    assert step.steps == 8
+
+
+def shallow(mode: Any = "w8a8", *, target=H100, data: int = 1, tensor: int = 1, products: Any = "cublas", **changes: Any) -> Report:
+    return compile_decode(SHALLOW, engine_config(mode, **changes), target=target, data=data, tensor=tensor, products=products)
+
+
+@pytest.mark.parametrize(("num_slots", "data", "tensor"), [(1, 1, 1), (1, 1, 8), (2, 2, 4)])
+def test_a_single_row_on_a_device_does_not_fall_back(num_slots, data, tensor):
+    """One row is a matrix-vector product, for which XLA converts every float8 kernel, and the LM head, to float32."""
+    report = shallow(num_slots=num_slots, data=data, tensor=tensor)
+    checks.check_projections_are_float8(report, SHALLOW)
+    checks.check_weights_are_read_as_stored(report)
+
+
+def test_bfloat16_weights_are_read_as_stored_too():
+    for num_slots in (1, 64):
+        report = shallow("none", num_slots=num_slots)
+        checks.check_weights_are_read_as_stored(report)
+        assert set(report.flops_per_step) == {"bf16"}
+
+
+def test_an_a100_has_no_float8_products_and_converts_every_kernel():
+    """Shows that the checks above can fail."""
+    report = shallow(target=A100)
+    assert report.fp8_products_per_step == 0
+    assert {copy.kind for copy in report.weight_copies} == {"convert"}
+    assert len(report.weight_copies) == 4 * SHALLOW.num_layers
+
+
+def test_weights_in_float8_alone_are_converted_by_cublas_and_not_by_triton():
+    """On a card XLA times both and takes the faster one; only w8a8 is free of the copy with either."""
+    assert {copy.result for copy in shallow("w8a16").weight_copies} == {
+        "bf16[6144,4096]",
+        "bf16[4096,4096]",
+        "bf16[28672,4096]",
+        "bf16[4096,14336]",
+    }
+    checks.check_weights_are_read_as_stored(shallow("w8a16", products="triton"))
+
+
+@pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "int8"])
+def test_a_small_cache_is_written_in_place_and_read_as_it_is_by_triton_only(kv_dtype):
+    report = shallow(kv_dtype=kv_dtype, products="triton")
+    checks.check_cache_is_written_in_place(report)
+    checks.check_memory_is_as_planned(report, SHALLOW, engine_config(kv_dtype=kv_dtype))
+    converted = {str(t.shape) for t in shallow(kv_dtype=kv_dtype).temporaries}
+    assert "bf16[64,8,4096,128]" in converted  # cuBLAS has no product of a bfloat16 with an 8-bit array
+
+
+def test_truncated_sampling_gathers_no_logits_either():
+    report = compile_decode(SHALLOW, engine_config(), tensor=8, is_truncated=True)
+    gathers = [c for c in report.collectives if c.kind == "all-gather"]
+    assert max(c.num_bytes for c in gathers) == 64 * 8 * 8
+
+
+def test_an_h200_gets_the_program_of_an_h100():
+    small, large = shallow(), shallow(target=H200)
+    assert small.memory == large.memory
+    assert small.custom_calls == large.custom_calls
+    assert large.card_bytes > 1.7 * small.card_bytes
+
+
+@pytest.mark.parametrize(("num_rows", "bucket"), [(1, 2048), (4, 128)])
+def test_a_prefill_sends_and_converts_nothing_that_it_need_not(num_rows, bucket):
+    """512 tokens; of the last layer only keys and values are wanted, so all that follows its qkv_proj is left out.
+
+    Over tensor: the embedding, and for each other layer two products and two scales.
+    """
+    report = compile_prefill(SHALLOW, engine_config(), num_rows=num_rows, bucket=bucket, tensor=8)
+    num_layers, tokens, D = SHALLOW.num_layers - 1, 512, SHALLOW.hidden_size
+    assert report.fp8_products_per_step == 4 * num_layers + 1
+    checks.check_weights_are_read_as_stored(report)
+    ((key, traffic),) = report.traffic_per_step.items()
+    assert key == ("all-reduce", "tensor")
+    assert traffic.count == 1 + 4 * num_layers
+    assert traffic.num_bytes == tokens * (2 * D + num_layers * 2 * 4 * (D + 1))
+    if bucket > tokens:  # a later chunk, which writes into the cache of the first
+        assert all(p.aliased_output is not None for p in report.arguments("cache"))

@@ -1,0 +1,231 @@
+"""The kernels of `cpu.cc` against XLA's operations, and what happens where they cannot be compiled."""
+
+import logging
+import stat
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from llamarl_jax.engine.engine import EngineConfig, choose_kernels
+from llamarl_jax.kernels import native
+from llamarl_jax.kernels.native import NativeKernelError
+from llamarl_jax.meshes import build_mesh
+from llamarl_jax.models.attention import attend
+from llamarl_jax.models.kv_cache import LayerCache, write
+
+HAS_KERNELS = native.find_obstacle() is None
+needs_compiler = pytest.mark.skipif(not HAS_KERNELS, reason=f"no native kernels here: {native.find_obstacle()}")
+ONE_DEVICE = build_mesh(jax.devices()[:1], {"data": 1, "tensor": 1})
+
+
+@pytest.fixture(scope="module")
+def random() -> np.random.Generator:
+    return np.random.default_rng(5)
+
+
+def normal(random: np.random.Generator, *shape: int) -> jax.Array:
+    return jnp.asarray(random.standard_normal(shape, np.float32))
+
+
+@needs_compiler
+class TestLinear:
+    @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 8, 11, 12, 16, 23, 24, 63, 64])
+    @pytest.mark.parametrize("outputs", [1, 5, 6, 47, 48, 49, 200])
+    def test_equals_a_float64_product(self, random, rows, outputs):
+        """As close as float32 sums of 96 products can be."""
+        x, kernel = normal(random, rows, 96), normal(random, outputs, 96)
+        wide = np.asarray(x, np.float64), np.asarray(kernel, np.float64)
+        exact, size = wide[0] @ wide[1].T, np.abs(wide[0]) @ np.abs(wide[1]).T
+        assert np.max(np.abs(np.asarray(jax.jit(native.linear)(x, kernel)) - exact) / size) < 96 * 2**-24
+
+    @pytest.mark.parametrize("rows", [2, 5, 16, 64])
+    def test_a_row_does_not_depend_on_its_neighbours(self, random, rows):
+        """Bit for bit: a completion must be the same whatever else is decoded beside it."""
+        x, kernel = normal(random, rows, 576), normal(random, 100, 576)
+        together = np.asarray(jax.jit(native.linear)(x, kernel))
+        for row in range(rows):
+            alone = np.asarray(jax.jit(native.linear)(x[row : row + 1], kernel))
+            np.testing.assert_array_equal(together[row : row + 1], alone)
+
+    def test_keeps_leading_dimensions(self, random):
+        x, kernel = normal(random, 2, 3, 32), normal(random, 7, 32)
+        np.testing.assert_allclose(native.linear(x, kernel), x @ kernel.T, rtol=1e-5, atol=1e-5)
+
+    def test_nothing_behind_the_result_is_written(self, random):
+        """Many results at once, of sizes that are no whole tiles: one written past its end would change another."""
+        kernels = [normal(random, outputs, 64) for outputs in range(1, 40)]
+        x = normal(random, 3, 64)
+        together = jax.jit(lambda x, kernels: [native.linear(x, kernel) for kernel in kernels])(x, kernels)
+        for result, kernel in zip(together, kernels, strict=True):
+            np.testing.assert_allclose(result, x @ kernel.T, rtol=1e-4, atol=1e-4)
+
+    def test_infinities_and_nan_stay_in_their_row(self, random):
+        x, kernel = normal(random, 4, 64), normal(random, 10, 64)
+        result = np.asarray(native.linear(x.at[1, 3].set(np.inf).at[2, 5].set(np.nan), kernel))
+        assert np.isfinite(result[[0, 3]]).all()
+        assert np.isinf(result[1]).all()
+        assert np.isnan(result[2]).all()
+
+    def test_takes_what_it_is_faster_for(self):
+        kernel = jax.ShapeDtypeStruct((8, 64), jnp.float32)
+        taken = {rows: native.can_multiply(jax.ShapeDtypeStruct((rows, 64), jnp.float32), kernel) for rows in (0, 1, 64, 65)}
+        assert taken == {0: False, 1: True, 64: True, 65: False}
+        assert not native.can_multiply(jax.ShapeDtypeStruct((1, 64), jnp.bfloat16), jax.ShapeDtypeStruct((8, 64), jnp.bfloat16))
+        assert not native.can_multiply(jax.ShapeDtypeStruct((1, 65), jnp.float32), jax.ShapeDtypeStruct((8, 65), jnp.float32))
+
+    def test_sizes_that_are_no_whole_vectors_are_refused(self):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="not whole vectors"):
+            jax.block_until_ready(native.linear(jnp.ones((1, 65)), jnp.ones((8, 65))))
+
+
+@needs_compiler
+class TestDecodeAttention:
+    @pytest.mark.parametrize(("slots", "kv_heads", "group", "length", "dim"), [
+        (1, 1, 1, 16, 16), (4, 3, 3, 100, 64), (3, 2, 4, 65, 128), (2, 1, 7, 64, 80), (5, 2, 2, 1, 32), (8, 1, 8, 300, 96),
+    ])  # fmt: skip
+    def test_equals_the_attention_of_the_model(self, random, slots, kv_heads, group, length, dim):
+        positions = random.integers(0, length, slots)
+        positions[0] = length - 1
+        new = [normal(random, slots, heads, dim) for heads in (kv_heads * group, kv_heads, kv_heads)]
+        clean = [normal(random, slots, kv_heads, length, dim) for _ in range(2)]
+        # What lies behind a slot's position belongs to nobody and must not be read.
+        is_seen = np.arange(length) <= positions[:, None]
+        caches = [jnp.where(is_seen[:, None, :, None], cache, np.nan) for cache in clean]
+        mixed, keys, values = jax.jit(native.decode_attention)(*new, *caches, jnp.asarray(positions))
+
+        written = write(LayerCache(*clean), new[1][:, None], new[2][:, None], jnp.asarray(positions))
+        expected = attend(new[0][:, None], written.keys, written.values, jnp.asarray(is_seen[:, None]))[:, 0]
+        np.testing.assert_allclose(mixed, expected, rtol=2e-5, atol=2e-6)
+        for slot, position in enumerate(positions):
+            for got, wanted in ((keys, written.keys), (values, written.values)):
+                np.testing.assert_array_equal(got[slot, :, : position + 1], wanted[slot, :, : position + 1])
+                assert np.isnan(got[slot, :, position + 1 :]).all()
+
+    @pytest.mark.parametrize("factor", [1e-30, 1.0, 30.0, 1e4])
+    def test_scores_of_any_size(self, random, factor):
+        """From all equal to one that takes everything; softmax in float32 by the largest score."""
+        queries, key, value = (normal(random, 2, 2, 16) for _ in range(3))
+        keys, values = (normal(random, 2, 2, 40, 16) for _ in range(2))
+        positions, queries = jnp.array([39, 17]), queries * np.float32(factor)
+        mixed, keys, values = native.decode_attention(queries, key, value, keys, values, positions)
+        expected = attend(queries[:, None], keys, values, jnp.arange(40)[None, None] <= positions[:, None, None])[:, 0]
+        np.testing.assert_allclose(mixed, expected, rtol=1e-4, atol=1e-5)
+
+    def test_a_slot_does_not_depend_on_its_neighbours(self, random):
+        arrays = [normal(random, 6, *shape) for shape in ((9, 64), (3, 64), (3, 64), (3, 70, 64), (3, 70, 64))]
+        positions = jnp.array([0, 69, 5, 30, 31, 32])
+        together = np.asarray(jax.jit(native.decode_attention)(*arrays, positions)[0])
+        for slot in range(6):
+            alone = jax.jit(native.decode_attention)(*(array[slot : slot + 1] for array in arrays), positions[slot : slot + 1])[0]
+            np.testing.assert_array_equal(together[slot : slot + 1], alone)
+
+    def test_donated_caches_are_written_in_place(self, random):
+        arrays = [normal(random, 2, *shape) for shape in ((2, 16), (2, 16), (2, 16), (2, 64, 16), (2, 64, 16))]
+        step = jax.jit(native.decode_attention, donate_argnums=(3, 4)).lower(*arrays, jnp.zeros(2, jnp.int32)).compile()
+        cache_bytes = arrays[3].nbytes + arrays[4].nbytes
+        memory = step.memory_analysis()
+        assert memory is not None
+        assert memory.alias_size_in_bytes == cache_bytes
+        assert memory.temp_size_in_bytes < cache_bytes / 4
+
+    def test_heads_that_are_no_whole_vectors_are_refused(self):
+        new, cache = jnp.ones((1, 1, 17)), jnp.ones((1, 1, 8, 17))
+        assert not native.can_attend(new, cache)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="not whole vectors"):
+            jax.block_until_ready(native.decode_attention(new, new, new, cache, cache, jnp.zeros(1, jnp.int32)))
+
+
+def make_compiler(folder: Path, script: str) -> str:
+    path = folder / "compiler"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """No compiled library is known to this process, and none is in the cache folder."""
+    monkeypatch.setenv("LLAMARL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(native, "_library", native._library.__wrapped__)
+    monkeypatch.setattr(native, "find_obstacle", native.find_obstacle.__wrapped__)
+    return tmp_path / "cache" / "kernels"
+
+
+class TestCompilation:
+    @needs_compiler
+    def test_is_done_once(self, fresh):
+        library = native.build(fresh)
+        before = library.stat().st_mtime_ns
+        assert native.build(fresh) == library
+        assert library.stat().st_mtime_ns == before
+        assert list(fresh.iterdir()) == [library]
+
+    def test_without_a_compiler(self, fresh, monkeypatch):
+        monkeypatch.setenv("PATH", "")
+        monkeypatch.delenv("CXX", raising=False)
+        with pytest.raises(NativeKernelError, match=r"no C\+\+ compiler found \(c\+\+, g\+\+, clang\+\+\); install one"):
+            native.build(fresh)
+
+    def test_with_the_name_of_one_that_is_not_there(self, fresh, monkeypatch):
+        monkeypatch.setenv("CXX", "nonesuch++ -O1")
+        assert "CXX='nonesuch++ -O1'" in (native.find_obstacle() or "")
+        assert not fresh.exists()
+
+    def test_with_one_that_fails(self, fresh, monkeypatch, tmp_path):
+        script = 'case "$*" in *--version*) echo 1.0;; *) echo "no vectors here" >&2; exit 3;; esac'
+        monkeypatch.setenv("CXX", make_compiler(tmp_path, script))
+        with pytest.raises(NativeKernelError, match=r"failed with status 3: no vectors here; set CXX to another C\+\+17 compiler"):
+            native.build(fresh)
+        assert list(fresh.iterdir()) == []
+
+    def test_with_arguments(self, fresh, monkeypatch, tmp_path):
+        monkeypatch.setenv("CXX", f"{make_compiler(tmp_path, 'exit 4')} -one -two")
+        with pytest.raises(NativeKernelError, match=r"compiler -one -two --version` failed with status 4"):
+            native.build(fresh)
+
+    def test_a_folder_that_cannot_be_written(self, fresh, monkeypatch, tmp_path):
+        monkeypatch.setenv("CXX", make_compiler(tmp_path, "exit 0"))
+        (tmp_path / "file").write_text("")
+        with pytest.raises(NativeKernelError, match="set LLAMARL_CACHE to a folder that can be written"):
+            native.build(tmp_path / "file" / "kernels")
+
+    def test_a_library_that_does_not_load_is_named(self, fresh, monkeypatch, tmp_path):
+        script = 'while [ "$#" -gt 0 ]; do if [ "$1" = -o ]; then echo broken > "$2"; fi; shift; done'
+        monkeypatch.setenv("CXX", make_compiler(tmp_path, script))
+        with pytest.raises(NativeKernelError, match=r"cpu-[0-9a-f]{16}\.so does not load .*; delete it, and it is compiled again"):
+            native._library()
+
+    def test_another_compiler_makes_another_library(self, fresh, monkeypatch, tmp_path):
+        script = 'while [ "$#" -gt 0 ]; do if [ "$1" = -o ]; then touch "$2"; fi; shift; done'
+        made = set()
+        for version in ("1.0", "2.0"):
+            monkeypatch.setenv("CXX", make_compiler(tmp_path, f'[ "$1" = --version ] && echo {version}\n{script}'))
+            made.add(native.build(fresh))
+        assert len(made) == 2
+        assert set(fresh.iterdir()) == made
+
+
+class TestChoice:
+    def test_is_native_where_it_can_be(self):
+        assert choose_kernels(EngineConfig(dtype="float32"), ONE_DEVICE) == ("native" if HAS_KERNELS else "xla")
+        assert choose_kernels(EngineConfig(dtype="float32", kernels="xla"), ONE_DEVICE) == "xla"
+
+    def test_is_xla_on_several_devices_and_in_bfloat16(self):
+        two = build_mesh(jax.devices()[:2], {"data": 2, "tensor": 1})
+        assert choose_kernels(EngineConfig(dtype="float32"), two) == "xla"
+        assert choose_kernels(EngineConfig(dtype="bfloat16"), ONE_DEVICE) == "xla"
+        with pytest.raises(ValueError, match=r"'native', but they run on a single CPU device, and the generator mesh is 2 × cpu"):
+            choose_kernels(EngineConfig(dtype="float32", kernels="native"), two)
+        with pytest.raises(ValueError, match=r"'native', but they compute in float32, and engine.dtype is 'bfloat16'"):
+            choose_kernels(EngineConfig(dtype="bfloat16", kernels="native"), ONE_DEVICE)
+
+    def test_without_a_compiler_xla_is_taken_and_that_is_said(self, fresh, monkeypatch, caplog):
+        monkeypatch.setenv("CXX", "nonesuch++")
+        with caplog.at_level(logging.WARNING):
+            assert choose_kernels(EngineConfig(dtype="float32"), ONE_DEVICE) == "xla"
+        assert "no C++ compiler found" in caplog.text
+        with pytest.raises(ValueError, match=r"'native', but no C\+\+ compiler found .*; or choose 'auto'"):
+            choose_kernels(EngineConfig(dtype="float32", kernels="native"), ONE_DEVICE)
