@@ -4,9 +4,11 @@
 // product with one row on one core, and copies the weights into panels for more rows; these kernels read each weight once, on all cores,
 // and fetch the next block of weights from memory while the present one is in use.
 //
-// The result of a row does not depend on which other rows are computed with it: every dot product is summed in the same order.
+// The result of a row does not depend on which other rows are computed with it: every dot product is summed in the same order, and
+// `multiply_add` rounds once or twice alike in all of them. Compilers must not choose (-ffp-contract=off): GCC for AMD's Zen fuses
+// products and sums in a loop with several sums, and not in one with a single sum.
 //
-// Vectors are the compilers' own (GCC, Clang), as wide as the machine's registers, so nothing here is specific to one processor.
+// Vectors are the compilers' own (GCC, Clang), as wide as the machine's registers; only `multiply_add` is specific to a processor.
 
 #include <algorithm>
 #include <atomic>
@@ -17,6 +19,12 @@
 #include <thread>
 #include <utility>
 #include <vector>
+
+#if defined(__FMA__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
 
 #include "xla/ffi/api/ffi.h"
 
@@ -52,6 +60,17 @@ typedef float UnalignedVec __attribute__((vector_size(4 * kLanes), aligned(4), m
 inline Vec load(const float* p) { return *reinterpret_cast<const UnalignedVec*>(p); }
 inline void store(float* p, Vec v) { *reinterpret_cast<UnalignedVec*>(p) = v; }
 inline Vec splat(float x) { return Vec{} + x; }
+inline Vec multiply_add(Vec a, Vec b, Vec c) {  // a · b + c
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__) && defined(__AVX__)
+  return _mm256_fmadd_ps(a, b, c);
+#elif defined(__ARM_NEON)
+  return vfmaq_f32(c, a, b);
+#else
+  return a * b + c;
+#endif
+}
 inline Vec greater(Vec a, Vec b) { return a > b ? a : b; }
 
 // Adds each lane of `a` to the one at distance S, keeps the sums in the lanes whose bit S is clear, and those of `b` in the others.
@@ -98,7 +117,7 @@ inline __attribute__((always_inline)) void tile(const float* x, const float* w, 
     for (int r = 0; r < R; ++r) {
       const Vec value = load(x + r * in + i);
 #pragma GCC unroll 8
-      for (int o = 0; o < O; ++o) sums[r][o] += value * weights[o];
+      for (int o = 0; o < O; ++o) sums[r][o] = multiply_add(value, weights[o], sums[r][o]);
     }
   }
   if constexpr (kLanes == 16 && R == 4 && O == 6) {  // two rows at once: half the work of adding up 12 vectors one by one
@@ -172,16 +191,13 @@ void product(const float* x, const float* w, float* y, int64_t rows, int64_t in,
 // (netlib.org/cephes); below −87, where the result is no longer a normal number, 0.
 inline Vec exp_of_negative(Vec x) {
   const Vec clamped = greater(x, splat(-87.0f));
-  const Vec shifted = clamped * 1.44269504088896341f + 12582912.0f;  // 1.5 · 2^23: the sum's lowest bits are the rounded product
+  const Vec shifted = multiply_add(clamped, splat(1.44269504088896341f), splat(12582912.0f));  // 1.5 · 2^23: the sum's lowest bits are the rounded product
   const Vec n = shifted - 12582912.0f;
-  const Vec r = clamped - n * 0.693359375f - n * -2.12194440e-4f;
+  const Vec r = multiply_add(n, splat(2.12194440e-4f), multiply_add(n, splat(-0.693359375f), clamped));
   Vec p = splat(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
+  for (const float coefficient : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    p = multiply_add(p, r, splat(coefficient));
+  p = multiply_add(p, r * r, r) + 1.0f;
   const IntVec power = (__builtin_convertvector(n, IntVec) + 127) << 23;
   Vec scale;
   std::memcpy(&scale, &power, sizeof(scale));
@@ -215,7 +231,7 @@ void mix(const float* weights, int64_t stride, const float* values, int64_t coun
 #pragma GCC unroll 4
     for (int g = 0; g < G; ++g)
 #pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) sums[g][n] += weights[g * stride + c] * row[n];
+      for (int n = 0; n < N; ++n) sums[g][n] = multiply_add(splat(weights[g * stride + c]), row[n], sums[g][n]);
   }
 #pragma GCC unroll 4
   for (int g = 0; g < G; ++g)

@@ -1,7 +1,11 @@
 """The kernels of `cpu.cc` against XLA's operations, and what happens where they cannot be compiled."""
 
 import logging
+import os
+import platform
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -136,6 +140,25 @@ class TestDecodeAttention:
         assert not native.can_attend(new, cache)
         with pytest.raises(jax.errors.JaxRuntimeError, match="not whole vectors"):
             jax.block_until_ready(native.decode_attention(new, new, new, cache, cache, jnp.zeros(1, jnp.int32)))
+
+
+@needs_compiler
+def test_narrower_registers_too(tmp_path):
+    """The same tests with the code for older x86 processors than this one: 8 and 4 numbers in a register instead of 16 or 8."""
+    if platform.machine() != "x86_64":
+        return  # other processors have one width only
+    compiler = native._find_compiler()[0]
+    for lanes, flag in ((8, "-mno-avx512f"), (4, "-mno-avx")):
+        if lanes < native.num_lanes():
+            environment = {**os.environ, "CXX": f"{compiler} {flag}", "LLAMARL_CACHE": str(tmp_path), "EXPECTED_LANES": str(lanes)}
+            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "Linear or Attention or lanes"]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+            assert done.returncode == 0, done.stdout[-3000:]
+
+
+@needs_compiler
+def test_lanes_are_those_expected():
+    assert native.num_lanes() == int(os.environ.get("EXPECTED_LANES", native.num_lanes()))
 
 
 def make_compiler(folder: Path, script: str) -> str:
