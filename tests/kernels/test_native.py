@@ -143,10 +143,9 @@ class TestDecodeAttention:
 
 
 @needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="only x86 processors have registers of several widths")
 def test_narrower_registers_too(tmp_path):
     """The same tests with the code for older x86 processors than this one: 8 and 4 numbers in a register instead of 16 or 8."""
-    if platform.machine() != "x86_64":
-        return  # other processors have one width only
     compiler = native._find_compiler()[0]
     for lanes, flag in ((8, "-mno-avx512f"), (4, "-mno-avx")):
         if lanes < native.num_lanes():
