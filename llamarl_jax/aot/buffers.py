@@ -61,6 +61,9 @@ def parse_temporaries(text: str, program: Program | None = None, *, least_bytes:
 
 
 def as_large_as(temporaries: Iterable[Temporary], shapes: Iterable[ArrayShape]) -> tuple[Temporary, ...]:
-    """Returns the temporaries with as many elements as one of the given arrays, such as copies of a KV cache in any type."""
+    """Returns the temporaries with as many elements as one of the given arrays, such as copies of a KV cache in any type.
+
+    Those of one dimension are left out; they are workspaces of cuBLAS, of a few round sizes.
+    """
     sizes = {shape.num_elements for shape in shapes}
-    return tuple(t for t in temporaries if t.shape.num_elements in sizes)
+    return tuple(t for t in temporaries if t.shape.num_elements in sizes and len(t.shape.dims) > 1)

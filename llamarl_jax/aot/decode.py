@@ -10,7 +10,6 @@ sharding the engine's spec gives the weights (float8 kernels with scales, fused 
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import Any
 
 import jax
@@ -21,10 +20,11 @@ from llamarl_jax.aot.compiler import Products, compile_lowered
 from llamarl_jax.aot.hlo import Parameter
 from llamarl_jax.aot.report import Report, make_report
 from llamarl_jax.aot.targets import H100, Target, topology
+from llamarl_jax.engine.api import DecodeState
 from llamarl_jax.engine.engine import DecodeEngine, EngineConfig
 from llamarl_jax.meshes import build_mesh, named_sharding, replicated
 from llamarl_jax.models.config import ModelConfig
-from llamarl_jax.models.kv_cache import CACHE_AXES
+from llamarl_jax.models.kv_cache import CACHE_AXES, resize
 from llamarl_jax.models.transformer import TransformerSpec, axis_units
 
 GPUS_PER_HOST = 8
@@ -37,18 +37,16 @@ def compile_decode(
     target: Target = H100,
     data: int = 1,
     tensor: int = 1,
-    cache_tokens: int | None = None,
     is_truncated: bool = False,
     products: Products = "cublas",
     name: str = "decode",
     least_bytes: int = 1 << 20,
 ) -> Report:
-    """Compiles `generate` and returns the report of it.
+    """Compiles `generate`, with caches of full length, and returns the report of it.
 
     Args:
         data: replicas, over which slots are split.
         tensor: tensor-parallel devices.
-        cache_tokens: length of the KV cache; None takes the longest, `engine.capacity`.
         is_truncated: whether some slot samples from a truncated distribution.
         products: library that gets all matrix products, see `llamarl_jax.aot.compiler`.
         name: heads the report.
@@ -60,7 +58,7 @@ def compile_decode(
     """
     mesh = _mesh(target, data, tensor)
     started = time.perf_counter()
-    lowered = lower_decode(model, engine, mesh, cache_tokens=cache_tokens, is_truncated=is_truncated)
+    lowered = lower_decode(model, engine, mesh, is_truncated=is_truncated)
     return _report(lowered, mesh, target, started, products, name, engine.decode_steps_per_call, least_bytes)
 
 
@@ -88,15 +86,17 @@ def compile_prefill(
     return _report(lowered, mesh, target, started, products, name, 1, least_bytes)
 
 
-def lower_decode(
-    model: ModelConfig, engine: EngineConfig, mesh: Mesh, *, cache_tokens: int | None = None, is_truncated: bool = False
-) -> jax.stages.Lowered:
-    """Traces `generate` on a mesh of any devices."""
+def lower_decode(model: ModelConfig, engine: EngineConfig, mesh: Mesh, *, is_truncated: bool = False) -> jax.stages.Lowered:
+    """Traces `generate`, with caches of full length, on a mesh of any devices."""
     decoder, params = _decoder(model, engine, mesh)
-    length = engine.capacity if cache_tokens is None else cache_tokens
-    # The engine has no public way to lower its programs, so its jitted functions are used as they are.
-    state = jax.eval_shape(partial(decoder._resize_cache, length=length), jax.eval_shape(decoder._init_state))
-    state = sharded(state, decoder._state_shardings())
+
+    def longest_state() -> DecodeState:
+        # The engine has no public way to lower its programs, so its functions are used as they are.
+        state = decoder._init_state()
+        cache, prompts = resize(state.cache, engine.own_capacity), resize(state.prompts, engine.prompt_capacity)
+        return state._replace(cache=cache, prompts=prompts)
+
+    state = sharded(jax.eval_shape(longest_state), decoder._state_shardings())
     eos = jax.ShapeDtypeStruct(decoder._eos_array.shape, jnp.int32, sharding=replicated(mesh))
     with jax.set_mesh(mesh):
         return decoder._generate.lower(params, state, eos, is_truncated=is_truncated)

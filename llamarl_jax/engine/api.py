@@ -4,12 +4,16 @@ A *prefix* is the cached prompt, a *slot* a row of the decode state, a *result* 
 pure functions on explicit state; weights are an argument of every call, so a weight update is nothing but passing other ones.
 Who is in which slot, and when, is the business of `llamarl_jax.engine.slots`.
 
+The state has two caches. A *prompt row* holds a prompt and is read by all slots that complete it, up to `most_members`. What comes behind
+the prompt is each slot's own. Slots and prompt rows are split alike over the replicas of the mesh, in order, and a slot's prompt row must
+be one of its own replica.
+
 `prefill` computes keys and values of all prompt tokens but the last. The last one is fed by the first decode step, so every sampled
 token, the first included, comes from the same program and is stamped with the weights of its `generate` call.
 
 Calls return as soon as they are dispatched; only `PendingResult.to_host` waits.
 
-Dimensions: S slots, N decode steps of one call, K key-value heads, C cached tokens, Q head dim.
+Dimensions: S slots, N decode steps of one call.
 """
 
 from __future__ import annotations
@@ -41,10 +45,14 @@ class DecodeState(NamedTuple):
     """All slots of a decoder; donated to every call that returns a new one.
 
     `tokens` is the id each slot feeds next, at `positions`; `remaining` is how many tokens it may still emit. A slot that is not live
-    is computed along but emits nothing. The cache is as long as `Engine.fit` has last made it.
+    is computed along but emits nothing. Of its tokens, the first `num_shared` are in row `prompt_rows` of `prompts`, the others in
+    `cache`; both are as long as `Engine.fit` has last made them.
     """
 
     cache: KVCache
+    prompts: KVCache
+    prompt_rows: Int[Array, " S"]
+    num_shared: Int[Array, " S"]
     tokens: Int[Array, " S"]
     positions: Int[Array, " S"]
     remaining: Int[Array, " S"]
@@ -58,10 +66,14 @@ class SlotRequest:
     """One completion to start or to go on with: where it goes and what fixes its random numbers.
 
     Attributes:
+        prompt_row: where its prompt is put.
+        num_prompt_tokens: length of its prompt; what the prefix has behind that is the completion so far.
         max_new_tokens: tokens it may still emit, the end-of-sequence token included.
     """
 
     slot: int
+    prompt_row: int
+    num_prompt_tokens: int
     prompt_id: int
     sample_index: int
     sampling: SamplingConfig
@@ -95,6 +107,9 @@ class Engine(Protocol):
     """Stateless decoder over a fixed number of slots."""
 
     num_slots: int
+    num_prompt_rows: int
+    most_members: int
+    num_replicas: int
     num_steps_per_call: int
     eos_token_ids: frozenset[int]
 
@@ -109,11 +124,11 @@ class Engine(Protocol):
         ...
 
     def insert(self, prefix: Prefix, state: DecodeState, requests: Sequence[SlotRequest]) -> DecodeState:
-        """Starts completions of one prompt in free slots."""
+        """Starts completions of one prompt in free slots, and puts the prompt into their rows."""
         ...
 
-    def fit(self, state: DecodeState, num_tokens: int) -> DecodeState:
-        """Makes the cache of all slots long enough for `num_tokens` tokens, and no longer than it must be."""
+    def fit(self, state: DecodeState, num_prompt_tokens: int, num_new_tokens: int) -> DecodeState:
+        """Makes the caches long enough for prompts and completions of so many tokens, and no longer than they must be."""
         ...
 
     def generate(self, params: Params, state: DecodeState, *, is_truncated: bool) -> tuple[DecodeState, PendingResult]:

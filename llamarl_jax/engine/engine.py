@@ -5,14 +5,16 @@ Compiled programs, all for the whole run:
 | program | one for each |
 |---|---|
 | prefill | power-of-two prompt bucket × 1, 4, 16, … prompts, as many as a chunk holds |
-| insert | prefill × cache length |
-| generate | cache length (× whether any slot truncates) |
-| resize | pair of cache lengths |
+| store a prompt | prefill × length of the prompts' cache |
+| store a completion so far | prefill × length of the slots' own cache, where it is computed again |
+| start | one |
+| generate | pair of both lengths (× whether any slot truncates) |
+| resize | change of a length |
 
-Cache lengths are powers of two from 64 up to the capacity. Temperature, truncation, budgets, end-of-sequence ids and weights are traced,
-so changing them compiles nothing. Results cross to the host as one packed int32 array per call.
+Both lengths are powers of two from 64 up to the longest prompt, and the longest completion. Temperature, truncation, budgets,
+end-of-sequence ids and weights are traced, so changing them compiles nothing. Results cross to the host as one packed int32 array per call.
 
-Dimensions: S slots, N steps of a call, R prompts of a prefill, P prompt tokens, E end-of-sequence ids, W requests of an insert.
+Dimensions: S slots, N steps of a call, B prompts of a prefill, T prompt tokens, E end-of-sequence ids, W requests of an insert.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from llamarl_jax.engine.sampling import SamplingArrays, completion_key, sample, 
 from llamarl_jax.kernels import native
 from llamarl_jax.kernels.native import Kernels
 from llamarl_jax.meshes import named_sharding, replicated
-from llamarl_jax.models.kv_cache import CACHE_AXES, CacheType, KVCache, LayerCache, has_scales, init_cache, resize
+from llamarl_jax.models.kv_cache import CACHE_AXES, CacheType, KVCache, LayerCache, cache_length, has_scales, init_cache, resize
+from llamarl_jax.models.prompt_index import index_prompts
 from llamarl_jax.models.transformer import Params, TransformerSpec, axis_units
 from llamarl_jax.quantization.fp8 import QuantizationConfig
 
@@ -44,6 +47,8 @@ MIN_CACHE_TOKENS = 64
 MAX_INSERT_ROWS = 8
 """Requests that one insert call serves; fewer are padded."""
 CAPACITY_MULTIPLE_TOKENS = 16
+MEMBERS_PER_SHARE = 4
+"""Slots that may read one prompt row, as a multiple of `EngineConfig.slots_per_prompt`, where that is above 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +57,10 @@ class EngineConfig:
 
     num_slots: int | Literal["auto"] = 32
     """Completions decoded at once, a multiple of the generator mesh's data axis; `auto` takes as many as fit the memory."""
+    slots_per_prompt: int = 1
+    """Slots for each prompt that can be decoded at once. With n, the keys and values of a prompt are kept and read once for up to 4n
+    completions; their memory falls by n, and no more than num_slots / n prompts run together. A prompt runs until the last of its
+    completions ends, so a quarter of schedule.group_size leaves room for that. 1: every completion has a copy of its prompt."""
     max_prompt_tokens: int = 512
     """Longest prompt; longer ones are counted and skipped."""
     max_new_tokens: int = 512
@@ -76,7 +85,7 @@ class EngineConfig:
     """Texts of one token each that end a completion besides the model's end-of-sequence ids, such as a newline for plain prompts."""
 
     def __post_init__(self) -> None:
-        for name in ("num_slots", "max_prompt_tokens", "max_new_tokens", "decode_steps_per_call"):
+        for name in ("num_slots", "slots_per_prompt", "max_prompt_tokens", "max_new_tokens", "decode_steps_per_call"):
             if (value := getattr(self, name)) != "auto" and value < 1:
                 raise ValueError(f"engine.{name} is {value}; it must be at least 1")
         if self.dispatch_ahead < 0:
@@ -87,10 +96,29 @@ class EngineConfig:
             )
 
     @property
-    def capacity(self) -> int:
-        """Most tokens of KV cache in each slot."""
-        longest = self.max_prompt_tokens + self.max_new_tokens
-        return max(prompt_bucket(self.max_prompt_tokens), -(-longest // CAPACITY_MULTIPLE_TOKENS) * CAPACITY_MULTIPLE_TOKENS)
+    def prompt_capacity(self) -> int:
+        """Most tokens of KV cache of a prompt."""
+        return _rounded_up(self.max_prompt_tokens)
+
+    @property
+    def own_capacity(self) -> int:
+        """Most tokens of KV cache that a slot has of its own."""
+        return _rounded_up(self.max_new_tokens)
+
+    @property
+    def prefill_capacity(self) -> int:
+        """Most tokens of a prefill, which is a prompt and, where a cache is computed again, its completion so far."""
+        return max(prompt_bucket(self.max_prompt_tokens), _rounded_up(self.max_prompt_tokens + self.max_new_tokens))
+
+    def num_prompt_rows(self, num_replicas: int) -> int:
+        """Returns how many prompts can be decoded at once, a multiple of the replicas; the number of slots must be known."""
+        assert self.num_slots != "auto"
+        return num_replicas * -(-self.num_slots // (num_replicas * self.slots_per_prompt))
+
+    @property
+    def most_members(self) -> int:
+        """Slots that may read one prompt row."""
+        return 1 if self.slots_per_prompt == 1 else MEMBERS_PER_SHARE * self.slots_per_prompt
 
     @property
     def cache_dtype(self) -> CacheType:
@@ -98,12 +126,14 @@ class EngineConfig:
         return self.dtype if self.kv_dtype == "same" else self.kv_dtype
 
     @property
-    def cache_lengths(self) -> tuple[int, ...]:
-        """Lengths that the KV cache takes, shortest first; the last one is the capacity."""
-        lengths = []
-        while (length := MIN_CACHE_TOKENS << len(lengths)) < self.capacity:
-            lengths.append(length)
-        return (*lengths, self.capacity)
+    def prompt_lengths(self) -> tuple[int, ...]:
+        """Lengths that the prompts' cache takes, shortest first; the last one is its capacity."""
+        return _lengths_up_to(self.prompt_capacity)
+
+    @property
+    def own_lengths(self) -> tuple[int, ...]:
+        """Lengths that the slots' own cache takes, shortest first; the last one is its capacity."""
+        return _lengths_up_to(self.own_capacity)
 
 
 def prompt_bucket(num_tokens: int) -> int:
@@ -112,9 +142,14 @@ def prompt_bucket(num_tokens: int) -> int:
 
 
 class SlotArrays(NamedTuple):
-    """Requests of one insert call as arrays; padding has a slot number that is out of range, and is dropped."""
+    """Requests of one insert call as arrays; padding has a slot number that is out of range, and is dropped.
+
+    `filled_rows` are their prompt rows, each once, padded likewise.
+    """
 
     slots: np.ndarray
+    prompt_rows: np.ndarray
+    filled_rows: np.ndarray
     prompt_ids: np.ndarray
     sample_indices: np.ndarray
     max_new_tokens: np.ndarray
@@ -162,6 +197,8 @@ class DecodeEngine:
             spec = TransformerSpec.build(spec.config, is_scanned=False, quantization=spec.quantization, kernels=self.kernels)
         self.spec, self.mesh, self.config, self.seed = spec, mesh, config, seed
         self.num_slots, self.num_steps_per_call = config.num_slots, config.decode_steps_per_call
+        self.num_replicas, self.most_members = mesh.shape["data"], config.most_members
+        self.num_prompt_rows = config.num_prompt_rows(self.num_replicas)
         self._dtype = jnp.dtype(config.dtype)
         self.eos_token_ids = frozenset(eos_token_ids)
         self._eos_array = np.array(sorted(self.eos_token_ids) or [-1], np.int32)
@@ -169,8 +206,11 @@ class DecodeEngine:
         self._init = jax.jit(self._init_state, out_shardings=state_shardings)
         self._prefill_first = jax.jit(self._prefill_new, static_argnames="length")
         self._prefill_next = jax.jit(self._prefill_chunk, donate_argnums=(1,))
-        self._insert = jax.jit(self._insert_slots, donate_argnums=(0,), out_shardings=state_shardings)
-        self._resize = jax.jit(self._resize_cache, static_argnames="length", out_shardings=state_shardings)
+        self._store_prompt = jax.jit(self._copy_prompt, donate_argnums=(0,), out_shardings=state_shardings.prompts)
+        self._store_own = jax.jit(self._copy_own, donate_argnums=(0,), out_shardings=state_shardings.cache)
+        arrays = state_shardings._replace(cache=(), prompts=())
+        self._start = jax.jit(self._start_slots, donate_argnums=(0,), out_shardings=arrays)
+        self._resize = jax.jit(self._resize_cache, static_argnames="length", out_shardings=state_shardings.cache)
         self._release = jax.jit(self._release_slots, donate_argnums=(0,), out_shardings=state_shardings)
         self._generate = jax.jit(
             self._generate_steps, donate_argnums=(1,), static_argnames="is_truncated", out_shardings=(state_shardings, replicated(mesh))
@@ -191,12 +231,12 @@ class DecodeEngine:
         """
         buckets: dict[int, list[int]] = {}
         for index, token_ids in enumerate(prompts):
-            if not 1 <= len(token_ids) <= self.config.capacity:
+            if not 1 <= len(token_ids) <= self.config.prefill_capacity:
                 raise ValueError(
                     f"prompt of {len(token_ids)} tokens; it must have 1 to engine.max_prompt_tokens = {self.config.max_prompt_tokens}; "
                     "filter the prompts or raise the limit"
                 )
-            buckets.setdefault(min(prompt_bucket(len(token_ids) - 1), self.config.capacity), []).append(index)
+            buckets.setdefault(min(prompt_bucket(len(token_ids) - 1), self.config.prefill_capacity), []).append(index)
         return self._prefill_buckets(params, prompts, buckets)
 
     def _prefill_buckets(self, params: Params, prompts: Sequence[np.ndarray], buckets: dict[int, list[int]]) -> Iterator[dict[int, Prefix]]:
@@ -225,48 +265,60 @@ class DecodeEngine:
     def insert(self, prefix: Prefix, state: DecodeState, requests: Sequence[SlotRequest]) -> DecodeState:
         """Starts completions of one prompt in free slots; the prefix stays usable, the old state does not.
 
-        The cache must be at least as long as the prefix's, see `fit`.
+        The caches must be long enough for them, see `fit`.
 
         Raises:
-            ValueError: no request, or a budget that does not fit the cache.
+            ValueError: no request, prompts of different lengths or longer than the prefix, or a budget that does not fit the cache.
         """
         if not requests:
             raise ValueError("insert needs at least one request")
+        if len(lengths := {request.num_prompt_tokens for request in requests}) > 1 or not 1 <= max(lengths) <= prefix.num_tokens:
+            raise ValueError(
+                f"the requests of an insert have prompts of {sorted(lengths)} tokens and a prefix of {prefix.num_tokens}; give the prefix "
+                "of their one prompt"
+            )
+        num_prompt_tokens = lengths.pop()
+        num_own = prefix.num_tokens - num_prompt_tokens
         for request in requests:
-            if request.max_new_tokens < 1 or prefix.num_tokens + request.max_new_tokens > self.config.capacity:
+            if request.max_new_tokens < 1 or num_own + request.max_new_tokens > self.config.own_capacity:
                 raise ValueError(
-                    f"a budget of {request.max_new_tokens} new tokens behind {prefix.num_tokens} does not fit the cache of "
-                    f"{self.config.capacity}; choose 1 to engine.max_new_tokens = {self.config.max_new_tokens}"
+                    f"a budget of {request.max_new_tokens} new tokens behind {num_own} does not fit the cache of "
+                    f"{self.config.own_capacity}; choose 1 to engine.max_new_tokens = {self.config.max_new_tokens}"
                 )
+        row, num_shared = np.int32(prefix.row), np.int32(num_prompt_tokens - 1)
         for first in range(0, len(requests), MAX_INSERT_ROWS):
             arrays = self._slot_arrays(requests[first : first + MAX_INSERT_ROWS])
             with jax.set_mesh(self.mesh):
-                state = self._insert(
-                    state, prefix.cache, np.int32(prefix.row), np.int32(prefix.last_token), np.int32(prefix.num_tokens), arrays
-                )
+                prompts = self._store_prompt(state.prompts, prefix.cache, row, arrays.filled_rows)
+                cache = state.cache
+                if num_own:
+                    cache = self._store_own(cache, prefix.cache, row, num_shared, arrays.slots)
+                position = np.int32(prefix.num_tokens - 1)
+                scalars = np.int32(prefix.last_token), position, num_shared
+                started = self._start(state._replace(cache=(), prompts=()), *scalars, arrays)
+            state = started._replace(cache=cache, prompts=prompts)
         return state
 
-    def fit(self, state: DecodeState, num_tokens: int) -> DecodeState:
-        """Makes the cache long enough for `num_tokens` tokens in each slot, and shorter where a shorter one has room to spare.
+    def fit(self, state: DecodeState, num_prompt_tokens: int, num_new_tokens: int) -> DecodeState:
+        """Makes the caches long enough for prompts and completions of so many tokens, and shorter where a shorter one has room to spare.
 
         Raises:
-            ValueError: it would have to be longer than the capacity.
+            ValueError: one would have to be longer than its capacity.
         """
-        if num_tokens > self.config.capacity:
-            raise ValueError(
-                f"a sequence of {num_tokens} tokens does not fit the cache of {self.config.capacity}; raise engine.max_new_tokens"
-            )
-        current = state.cache[0].keys.shape[2]
-        wanted = self._cache_length(num_tokens)
-        if wanted < current:  # shorten it only with some air, so that it does not change at every call
-            wanted = min(self._cache_length(num_tokens + num_tokens // 4), current)
-        if wanted == current:
-            return state
-        with jax.set_mesh(self.mesh):
-            return self._resize(state, length=wanted)
+        # A prompt's last token is fed by the first step, and is a slot's own.
+        prompts = self._fit(state.prompts, num_prompt_tokens - 1, self.config.prompt_lengths, "max_prompt_tokens")
+        return state._replace(cache=self._fit(state.cache, num_new_tokens, self.config.own_lengths, "max_new_tokens"), prompts=prompts)
 
-    def _cache_length(self, num_tokens: int) -> int:
-        return next((length for length in self.config.cache_lengths if length >= num_tokens), self.config.capacity)
+    def _fit(self, cache: KVCache, num_tokens: int, lengths: Sequence[int], limit: str) -> KVCache:
+        if num_tokens > lengths[-1]:
+            raise ValueError(f"{num_tokens} tokens do not fit the cache of {lengths[-1]}; raise engine.{limit}")
+        current, wanted = cache_length(cache), _first_not_below(lengths, num_tokens)
+        if wanted < current:  # shorten it only with some air, so that it does not change at every call
+            wanted = min(_first_not_below(lengths, num_tokens + num_tokens // 4), current)
+        if wanted == current:
+            return cache
+        with jax.set_mesh(self.mesh):
+            return self._resize(cache, length=wanted)
 
     def generate(self, params: Params, state: DecodeState, *, is_truncated: bool = False) -> tuple[DecodeState, PackedResult]:
         """Dispatches `decode_steps_per_call` steps for all slots and the copy of what they emit to the host."""
@@ -284,16 +336,19 @@ class DecodeEngine:
 
     def num_compilations(self) -> dict[str, int]:
         """Returns how many programs each jitted function holds, for tests and logs."""
-        functions = {"insert": self._insert, "generate": self._generate, "resize": self._resize}
-        functions |= {"prefill": self._prefill_first, "prefill_next": self._prefill_next}
+        functions = {"prefill": self._prefill_first, "prefill_next": self._prefill_next, "store_prompt": self._store_prompt}
+        functions |= {"store_own": self._store_own, "start": self._start, "generate": self._generate, "resize": self._resize}
         return {name: function._cache_size() for name, function in functions.items()}  # pyright: ignore[reportAttributeAccessIssue]
 
     def _slot_arrays(self, requests: Sequence[SlotRequest]) -> SlotArrays:
         num_padding = MAX_INSERT_ROWS - len(requests)
         padded = [*requests, *[requests[-1]] * num_padding]
         slots = [r.slot for r in requests] + [self.num_slots] * num_padding
+        filled = sorted({r.prompt_row for r in requests})
         return SlotArrays(
             np.array(slots, np.int32),
+            np.array([r.prompt_row for r in padded], np.int32),
+            np.array(filled + [self.num_prompt_rows] * (MAX_INSERT_ROWS - len(filled)), np.int32),
             np.array([r.prompt_id for r in padded], np.uint32),
             np.array([r.sample_index for r in padded], np.uint32),
             np.array([r.max_new_tokens for r in padded], np.int32),
@@ -302,6 +357,7 @@ class DecodeEngine:
 
     def _state_shardings(self) -> DecodeState:
         config, mesh = self.spec.config, self.mesh
+        # Slots and prompt rows are both multiples of the replicas, and are split alike.
         cache_shape = (self.num_slots, config.num_kv_heads, 1, config.head_dim)
         # A cache dimension counts heads, so one head is one unit of it.
         cache = named_sharding(mesh, CACHE_AXES, cache_shape, {**axis_units(config), "kv_heads": 1})
@@ -314,6 +370,9 @@ class DecodeEngine:
             layer = layer._replace(key_scales=scales, value_scales=scales)
         return shardings(
             cache=(layer,) * config.num_layers,
+            prompts=(layer,) * config.num_layers,
+            prompt_rows=rows,
+            num_shared=rows,
             tokens=rows,
             positions=rows,
             remaining=rows,
@@ -323,9 +382,12 @@ class DecodeEngine:
         )
 
     def _init_state(self) -> DecodeState:
-        zeros = jnp.zeros(self.num_slots, jnp.int32)
+        config, zeros = self.config, jnp.zeros(self.num_slots, jnp.int32)
         return DecodeState(
-            cache=init_cache(self.spec.config, self.num_slots, self.config.cache_lengths[0], self.config.cache_dtype),
+            cache=init_cache(self.spec.config, self.num_slots, config.own_lengths[0], config.cache_dtype),
+            prompts=init_cache(self.spec.config, self.num_prompt_rows, config.prompt_lengths[0], config.cache_dtype),
+            prompt_rows=zeros,
+            num_shared=zeros,
             tokens=zeros,
             positions=zeros,
             remaining=zeros,
@@ -334,38 +396,51 @@ class DecodeEngine:
             sampling=SamplingArrays(jnp.ones(self.num_slots), zeros, jnp.ones(self.num_slots), jnp.zeros(self.num_slots)),
         )
 
-    def _prefill_new(self, params: Params, token_ids: Int[Array, "R P"], *, length: int) -> KVCache:
+    def _prefill_new(self, params: Params, token_ids: Int[Array, "B T"], *, length: int) -> KVCache:
         cache = init_cache(self.spec.config, token_ids.shape[0], length, self.config.cache_dtype)
         return self._prefill_chunk(params, cache, token_ids, jnp.int32(0))
 
-    def _prefill_chunk(self, params: Params, cache: KVCache, token_ids: Int[Array, "R P"], start: Int[Array, ""]) -> KVCache:
+    def _prefill_chunk(self, params: Params, cache: KVCache, token_ids: Int[Array, "B T"], start: Int[Array, ""]) -> KVCache:
         starts = jnp.full(token_ids.shape[0], start)
         return self.spec.bind(params).extend(token_ids, starts, cache, dtype=self._dtype)[1]
 
-    def _resize_cache(self, state: DecodeState, *, length: int) -> DecodeState:
-        return state._replace(cache=resize(state.cache, length))
+    def _resize_cache(self, cache: KVCache, *, length: int) -> KVCache:
+        return resize(cache, length)
 
-    def _insert_slots(
-        self,
-        state: DecodeState,
-        prefix: KVCache,
-        row: Int[Array, ""],
-        last_token: Int[Array, ""],
-        num_tokens: Int[Array, ""],
-        requests: SlotArrays,
-    ) -> DecodeState:
+    def _copy_prompt(self, prompts: KVCache, prefix: KVCache, row: Int[Array, ""], rows: Int[Array, " W"]) -> KVCache:
+        """Copies one row of a prefill to `rows` of the prompts' cache, as much as fits."""
+
         def copy(old: Array, new: Array) -> Array:
-            return old.at[requests.slots, :, : new.shape[2]].set(new[row].astype(old.dtype), mode="drop")
+            length = min(old.shape[2], new.shape[2])
+            return old.at[rows, :, :length].set(new[row, :, :length].astype(old.dtype), mode="drop")
 
+        return jax.tree.map(copy, prompts, prefix)
+
+    def _copy_own(self, cache: KVCache, prefix: KVCache, row: Int[Array, ""], start: Int[Array, ""], slots: Int[Array, " W"]) -> KVCache:
+        """Copies what one row of a prefill has from `start` on to `slots` of the slots' own cache, as much as fits."""
+
+        def copy(old: Array, new: Array) -> Array:
+            length = min(old.shape[2], new.shape[2])
+            behind = jnp.roll(new[row], -start, axis=1)[:, :length]
+            return old.at[slots, :, :length].set(behind.astype(old.dtype), mode="drop")
+
+        return jax.tree.map(copy, cache, prefix)
+
+    def _start_slots(
+        self, state: DecodeState, last_token: Int[Array, ""], position: Int[Array, ""], num_shared: Int[Array, ""], requests: SlotArrays
+    ) -> DecodeState:
         keys = jax.vmap(partial(completion_key, self.seed))(jnp.asarray(requests.prompt_ids), jnp.asarray(requests.sample_indices))
 
         def put(old: Array, new: Any) -> Array:
             return old.at[requests.slots].set(new, mode="drop")
 
         return DecodeState(
-            cache=jax.tree.map(copy, state.cache, prefix),
+            cache=(),
+            prompts=(),
+            prompt_rows=put(state.prompt_rows, requests.prompt_rows),
+            num_shared=put(state.num_shared, num_shared),
             tokens=put(state.tokens, last_token),
-            positions=put(state.positions, num_tokens - 1),
+            positions=put(state.positions, position),
             remaining=put(state.remaining, requests.max_new_tokens),
             is_live=put(state.is_live, True),
             key_data=put(state.key_data, keys),
@@ -379,11 +454,21 @@ class DecodeEngine:
         self, params: Params, state: DecodeState, eos_token_ids: Int[Array, " E"], *, is_truncated: bool
     ) -> tuple[DecodeState, Array]:
         model = self.spec.bind(params)
+        prompts, num_shared = state.prompts, state.num_shared
+        index = index_prompts(
+            state.prompt_rows,
+            num_shared,
+            state.is_live,
+            num_prompts=self.num_prompt_rows,
+            most_members=self.most_members,
+            num_replicas=self.num_replicas,
+        )
 
         def step(state: DecodeState, _: None) -> tuple[DecodeState, tuple[Array, Array]]:
-            hidden, cache = model.extend(state.tokens[:, None], state.positions, state.cache, dtype=self._dtype)
+            own_positions = state.positions - num_shared
+            hidden, cache = model.step(state.tokens, state.positions, state.cache, own_positions, prompts, index, dtype=self._dtype)
             uniforms = token_uniforms(state.key_data, state.positions)
-            ids, logprobs = sample(model.logits(hidden[:, 0]), uniforms, state.sampling, is_truncated=is_truncated)
+            ids, logprobs = sample(model.logits(hidden), uniforms, state.sampling, is_truncated=is_truncated)
             emitted = jnp.where(state.is_live, ids, -1)
             advance = state.is_live.astype(jnp.int32)
             remaining = state.remaining - advance
@@ -397,8 +482,9 @@ class DecodeEngine:
             )
             return state, (emitted, jax.lax.bitcast_convert_type(logprobs, jnp.int32))
 
-        state, (ids, bits) = jax.lax.scan(step, state, None, length=self.config.decode_steps_per_call)
-        return state, jnp.concatenate([ids, bits, state.is_live[None].astype(jnp.int32)])
+        # Prompts do not change, so the loop does not carry them.
+        state, (ids, bits) = jax.lax.scan(step, state._replace(prompts=()), None, length=self.config.decode_steps_per_call)
+        return state._replace(prompts=prompts), jnp.concatenate([ids, bits, state.is_live[None].astype(jnp.int32)])
 
 
 def choose_kernels(config: EngineConfig, mesh: Mesh) -> Kernels:
@@ -432,6 +518,22 @@ def _prefill_rows(num_prompts: int, most: int) -> int:
     while larger < num_prompts and 4 * larger <= most:
         larger *= 4
     return larger if 2 * num_prompts >= larger else larger // 4
+
+
+def _rounded_up(num_tokens: int) -> int:
+    return -(-num_tokens // CAPACITY_MULTIPLE_TOKENS) * CAPACITY_MULTIPLE_TOKENS
+
+
+def _lengths_up_to(capacity: int) -> tuple[int, ...]:
+    """Returns powers of two from the shortest cache on, and the capacity."""
+    lengths = []
+    while (length := MIN_CACHE_TOKENS << len(lengths)) < capacity:
+        lengths.append(length)
+    return (*lengths, capacity)
+
+
+def _first_not_below(lengths: Sequence[int], num_tokens: int) -> int:
+    return next((length for length in lengths if length >= num_tokens), lengths[-1])
 
 
 def _power_of_two(number: int) -> int:

@@ -1,10 +1,12 @@
 """How many slots fit: the decoder's memory on each device, added up before anything is allocated.
 
-    weights · copies + slots / data · (KV cache + logits) + prefill  ≤  share of the device's memory − what others hold there
+    weights · copies + slots / data · (own KV cache + logits) + prompts / data · KV cache + prefill
+        ≤  share of the device's memory − what others hold there
 
 * `copies` of the weights lie side by side while new versions wait: those in force, and up to S − C + 1 that are staged, with
   S = max_staleness and C = partial_rollout_rounds.
-* A slot's KV cache is counted at its full capacity, and once more by half, because growing it keeps the old one until it is copied.
+* The caches of a slot and of a prompt are counted at their full capacity, and once more by half, because growing them keeps the old ones
+  until they are copied. There is a prompt for every n slots, with n = slots_per_prompt.
 * Logits and their exponentials are float32 over the vocabulary for every slot, split like the LM head.
 * A prefill holds the cache of one chunk's prompts.
 
@@ -46,7 +48,9 @@ class MemoryPlan:
         limit_bytes: what may be used.
         weight_bytes: of all copies.
         prefill_bytes: of one chunk.
-        slot_bytes: of one slot.
+        slot_bytes: of one slot, without its prompt.
+        prompt_bytes: of one prompt's cache.
+        slots_per_prompt: as in the config.
         num_replicas: devices of the data axis, over which slots are split.
     """
 
@@ -54,18 +58,28 @@ class MemoryPlan:
     weight_bytes: int
     prefill_bytes: int
     slot_bytes: int
+    prompt_bytes: int
+    slots_per_prompt: int
     num_replicas: int
 
     @property
     def most_slots(self) -> int:
         """Slots that fit in all, a multiple of the replicas; 0 if not even one does."""
-        return max(0, (self.limit_bytes - self.weight_bytes - self.prefill_bytes) // self.slot_bytes) * self.num_replicas
+        free = self.limit_bytes - self.weight_bytes - self.prefill_bytes
+        num_slots = max(0, free * self.slots_per_prompt // (self.slots_per_prompt * self.slot_bytes + self.prompt_bytes))
+        while num_slots and self.cache_bytes(num_slots) > free:  # the last prompt may have few slots
+            num_slots -= 1
+        return num_slots * self.num_replicas
+
+    def cache_bytes(self, slots_per_device: int) -> int:
+        """Returns the bytes of so many slots and their prompts."""
+        return slots_per_device * self.slot_bytes + -(-slots_per_device // self.slots_per_prompt) * self.prompt_bytes
 
     def describe(self) -> str:
         """Returns one line of figures for messages."""
         return (
             f"{_gib(self.limit_bytes)} usable per device, of which weights {_gib(self.weight_bytes)} and prefill "
-            f"{_gib(self.prefill_bytes)}; {_gib(self.slot_bytes)} a slot"
+            f"{_gib(self.prefill_bytes)}; {_gib(self.slot_bytes)} a slot and {_gib(self.prompt_bytes)} a prompt"
         )
 
 
@@ -89,21 +103,22 @@ def plan_memory(
     shapes, shardings = spec.decoder_shapes(config.dtype), spec.shardings(mesh)
     weights = sum(_shard_bytes(x.shape, x.dtype, s) for x, s in zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True))
     model = spec.config
-    cache_shape = (mesh.shape["data"], model.num_kv_heads, config.capacity, model.head_dim)
+    cache_shape = (mesh.shape["data"], model.num_kv_heads, 1, model.head_dim)
     cache_sharding = named_sharding(mesh, CACHE_AXES, cache_shape, {**axis_units(model), "kv_heads": 1})
-    cache = _shard_bytes(cache_shape, config.cache_dtype, cache_sharding)
+    token = _shard_bytes(cache_shape, config.cache_dtype, cache_sharding)
     if has_scales(config.cache_dtype):
-        cache += _shard_bytes((*cache_shape[:3], 1), "float32", cache_sharding)
-    cache *= 2 * model.num_layers
+        token += _shard_bytes((*cache_shape[:3], 1), "float32", cache_sharding)
+    token *= 2 * model.num_layers
     logits_shape = (mesh.shape["data"], model.vocab_size)
     logits = _shard_bytes(logits_shape, "float32", named_sharding(mesh, ("rows", "vocab"), logits_shape))
-    num_prefill_tokens = max(config.prefill_chunk_tokens, config.capacity)
     limit = device_memory_bytes(mesh) if limit_bytes is None else limit_bytes
     return MemoryPlan(
         limit_bytes=int(limit * MEMORY_SHARE) - reserved_bytes,
         weight_bytes=weights * num_weight_copies,
-        prefill_bytes=cache * num_prefill_tokens // config.capacity,
-        slot_bytes=int(cache * CACHE_GROWTH) + logits * LOGIT_COPIES,
+        prefill_bytes=token * max(config.prefill_chunk_tokens, config.prefill_capacity),
+        slot_bytes=int(token * config.own_capacity * CACHE_GROWTH) + logits * LOGIT_COPIES,
+        prompt_bytes=int(token * config.prompt_capacity * CACHE_GROWTH),
+        slots_per_prompt=config.slots_per_prompt,
         num_replicas=mesh.shape["data"],
     )
 

@@ -1,7 +1,8 @@
 """Continuous batching: keeps the slots of an engine full and puts finished completions together.
 
 Requests wait in one queue, first come, first served. Before each `generate` call free slots are filled; requests of the same prompt share
-one prefill. A slot that ended is free again as soon as that is known, so a long completion never holds up its neighbours' successors.
+one prefill and, with the same weights, the rows that it was put into. A slot that ended is free again as soon as that is known, so a long
+completion never holds up its neighbours' successors, as long as there is a free row for their prompt.
 Running completions wait for at most one chunk of prefill between two decode calls; a long prompt is spread over several.
 
 With `dispatch_ahead` calls the device is given its next work before the host has read the last results. A call therefore remembers who was
@@ -26,6 +27,7 @@ import numpy as np
 
 from llamarl_jax.engine.api import Engine, PendingResult, Prefix, ResultTokens, SlotRequest
 from llamarl_jax.engine.sampling import SamplingConfig
+from llamarl_jax.engine.seats import PromptRow, Seat, Seats
 from llamarl_jax.models.transformer import Params
 from llamarl_jax.types import Completion, FinishReason, Prompt
 
@@ -69,9 +71,10 @@ class DecodeCounters:
 
 @dataclass
 class _Tenant:
-    """A completion in a slot; `num_dispatched` counts decode steps that were asked for, read or not."""
+    """A completion in its seat; `num_dispatched` counts decode steps that were asked for, read or not."""
 
     request: CompletionRequest
+    seat: Seat
     started_s: float
     num_dispatched: int = 0
     token_ids: list[np.ndarray] = field(default_factory=list)
@@ -100,10 +103,12 @@ class _Tenant:
             finish_reason=reason,
         )
 
-    def slot_request(self, slot: int) -> SlotRequest:
-        """Returns what starts it in `slot`, or goes on with it behind what it has emitted."""
+    def slot_request(self) -> SlotRequest:
+        """Returns what starts it, or goes on with it behind what it has emitted."""
         return SlotRequest(
-            slot=slot,
+            slot=self.seat.slot,
+            prompt_row=self.seat.row.number,
+            num_prompt_tokens=len(self.request.prompt.token_ids),
             prompt_id=self.request.prompt.prompt_id,
             sample_index=self.request.sample_index,
             sampling=self.request.sampling,
@@ -111,8 +116,8 @@ class _Tenant:
         )
 
     def num_tokens_after(self, num_steps: int) -> int:
-        """Returns how long prompt and completion can be when `num_steps` more steps have run."""
-        return len(self.request.prompt.token_ids) + min(self.num_dispatched + num_steps, self.request.max_new_tokens)
+        """Returns how long the completion can be when `num_steps` more steps have run."""
+        return min(self.num_dispatched + num_steps, self.request.max_new_tokens)
 
 
 @dataclass(frozen=True)
@@ -126,10 +131,20 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Family:
-    """Requests of one prompt with the slots that are theirs."""
+    """Completions of one prompt that start together, and the rows that it will have."""
 
     prompt: Prompt
-    members: list[tuple[int, _Tenant]]
+    members: list[_Tenant] = field(default_factory=list)
+    rows: list[PromptRow] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """The prefix of a prompt that has more requests in the queue, and the rows that hold it."""
+
+    prompt_id: int
+    prefix: Prefix
+    rows: list[PromptRow]
 
 
 @dataclass(frozen=True)
@@ -143,8 +158,8 @@ class _Wave:
     is_cold: bool
     waiting: dict[int, _Family]
 
-    def members(self) -> list[tuple[int, _Tenant]]:
-        """Returns those who wait, with their slots, in the order of the queue."""
+    def members(self) -> list[_Tenant]:
+        """Returns those who wait, in the order of the queue."""
         return [member for _, family in sorted(self.waiting.items()) for member in family.members]
 
 
@@ -173,10 +188,10 @@ class SlotScheduler:
         self._params, self._version = params, version
         self._state = engine.init_decode_state()
         self._tenants: dict[int, _Tenant] = {}
-        self._free = list(range(engine.num_slots))[::-1]
+        self._seats = self._all_seats()
         self._queue: deque[CompletionRequest] = deque()
         self._wave: _Wave | None = None
-        self._kept: tuple[int, Prefix] | None = None  # the prefix of a prompt that still has requests in the queue
+        self._kept: _Kept | None = None
         self._calls: deque[_Call] = deque()
         self._finished: list[tuple[int, Completion]] = []
         self._counters = DecodeCounters()
@@ -199,7 +214,7 @@ class SlotScheduler:
     @property
     def num_vacancies(self) -> int:
         """Slots that the queue does not fill yet; 0 or less means that new requests would wait."""
-        return len(self._free) - len(self._queue)
+        return self._seats.num_free_slots - len(self._queue)
 
     def submit(self, requests: Sequence[CompletionRequest]) -> None:
         """Queues completions; those of one prompt should come together so that they share its prefill."""
@@ -241,11 +256,11 @@ class SlotScheduler:
     def abort(self, tickets: Collection[int]) -> None:
         """Ends completions as they are; the next `step` returns them with the reason `aborted`, without tokens if they had not started."""
         wanted = set(tickets)
-        if self._wave is not None and any(tenant.request.ticket in wanted for _, tenant in self._wave.members()):
+        if self._wave is not None and any(tenant.request.ticket in wanted for tenant in self._wave.members()):
             self._restart_wave(self._wave)
         for request in [request for request in self._queue if request.ticket in wanted]:
             self._queue.remove(request)
-            self._finish(_Tenant(request, 0.0), FinishReason.ABORTED)
+            self._finish(request, _not_started(request))
         self._abort_where(lambda tenant: tenant.request.ticket in wanted)
 
     def settle(self) -> list[tuple[int, Completion]]:
@@ -260,14 +275,14 @@ class SlotScheduler:
 
         Those that run have at least one token each, after `settle`; those that wait have none.
         """
-        seated = sorted(self._tenants.items()) + (self._wave.members() if self._wave else [])
-        tenants = [tenant for _, tenant in seated] + [_Tenant(request, 0.0) for request in self._queue]
-        return [(tenant.request.ticket, tenant.completion(FinishReason.ABORTED)) for tenant in tenants]
+        seated = [tenant for _, tenant in sorted(self._tenants.items())] + (self._wave.members() if self._wave else [])
+        known = [(tenant.request.ticket, tenant.completion(FinishReason.ABORTED)) for tenant in seated]
+        return known + [(request.ticket, _not_started(request)) for request in self._queue]
 
     def restart(self, unfinished: Sequence[tuple[int, Completion]], request_of: Callable[[int, int], CompletionRequest]) -> None:
         """Forgets everything but the weights and goes on with what `unfinished` returned, here or in another scheduler, after `settle`.
 
-        What runs takes the first slots, in a new KV cache that the weights in force compute; with fewer slots than it had, the rest
+        What runs takes the first seats, in new KV caches that the weights in force compute; with fewer seats than it had, the rest
         begins again.
 
         Args:
@@ -278,21 +293,31 @@ class SlotScheduler:
         self._wave, self._kept = None, None
         self._tenants.clear()
         self._queue.clear()
-        self._state = self._engine.init_decode_state()
+        self._state, self._seats = self._engine.init_decode_state(), self._all_seats()
+        rows: dict[int, list[PromptRow]] = {}
         for ticket, known in unfinished:
-            request, slot = request_of(ticket, known.sample_index), len(self._tenants)
-            if slot == self._engine.num_slots or not len(known.token_ids):
+            request = request_of(ticket, known.sample_index)
+            seat = self._seats.take(rows.setdefault(request.prompt.prompt_id, [])) if len(known.token_ids) else None
+            if seat is None:
                 self._queue.append(request)
                 continue
             pieces = [known.token_ids], [known.behaviour_logprobs], [known.weight_versions]
-            self._tenants[slot] = _Tenant(request, self._clock(), 0, *pieces)
-        self._free = list(range(len(self._tenants), self._engine.num_slots))[::-1]
+            self._tenants[seat.slot] = _Tenant(request, seat, self._clock(), 0, *pieces)
         self._recompute_cache()
 
     def take_counters(self) -> DecodeCounters:
         """Returns the counters and starts new ones."""
         counters, self._counters = self._counters, DecodeCounters()
         return counters
+
+    def _all_seats(self) -> Seats:
+        engine = self._engine
+        return Seats(
+            num_slots=engine.num_slots,
+            num_prompt_rows=engine.num_prompt_rows,
+            most_members=engine.most_members,
+            num_replicas=engine.num_replicas,
+        )
 
     def _fill(self) -> None:
         """Gives free slots to waiting requests; prefills one chunk if completions are running, else all that is waiting."""
@@ -304,8 +329,8 @@ class SlotScheduler:
             for index, prefix in next(wave.work).items():
                 family = wave.waiting.pop(index)
                 self._start(prefix, family.members)
-                if self._queue and self._queue[0].prompt.prompt_id == family.prompt.prompt_id:
-                    self._kept = (family.prompt.prompt_id, prefix)
+                if self._is_next(family.prompt.prompt_id):
+                    self._kept = _Kept(family.prompt.prompt_id, prefix, family.rows)
             if not wave.waiting:
                 self._wave = None
             if not wave.is_cold:
@@ -313,44 +338,61 @@ class SlotScheduler:
 
     def _start_kept(self) -> None:
         """Starts requests whose prompt was prefilled for their siblings."""
+        if self._kept is None:
+            return
         members = []
-        while self._kept and self._free and self._queue and self._queue[0].prompt.prompt_id == self._kept[0]:
-            members.append((self._free.pop(), _Tenant(self._queue.popleft(), self._clock())))
-        if members and self._kept:
-            self._start(self._kept[1], members)
-        if self._kept and not (self._queue and self._queue[0].prompt.prompt_id == self._kept[0]):
+        while self._is_next(self._kept.prompt_id) and (tenant := self._seat_next(self._kept.rows)):
+            members.append(tenant)
+        if members:
+            self._start(self._kept.prefix, members)
+        if not self._is_next(self._kept.prompt_id):
             self._kept = None
+
+    def _is_next(self, prompt_id: int) -> bool:
+        return bool(self._queue) and self._queue[0].prompt.prompt_id == prompt_id
+
+    def _seat_next(self, rows: list[PromptRow]) -> _Tenant | None:
+        """Gives a seat to the first request of the queue, whose prompt is in `rows`; returns None if it has to wait."""
+        seat = self._seats.take(rows)
+        return None if seat is None else _Tenant(self._queue.popleft(), seat, self._clock())
 
     def _next_wave(self) -> _Wave | None:
         families: list[_Family] = []
-        while self._free and self._queue:
-            request, slot = self._queue.popleft(), self._free.pop()
-            if not families or families[-1].prompt.prompt_id != request.prompt.prompt_id:
-                families.append(_Family(request.prompt, []))
-            families[-1].members.append((slot, _Tenant(request, self._clock())))
+        while self._queue:
+            is_sibling = families and self._is_next(families[-1].prompt.prompt_id)
+            family = families[-1] if is_sibling else _Family(self._queue[0].prompt)
+            if (tenant := self._seat_next(family.rows)) is None:
+                break
+            family.members.append(tenant)
+            if not is_sibling:
+                families.append(family)
         if not families:
             return None
         prompts = [family.prompt.token_ids for family in families]
         self._count_prefills(prompts)
         return _Wave(self._engine.prefill(self._params, prompts), not self._tenants, dict(enumerate(families)))
 
-    def _start(self, prefix: Prefix, members: Sequence[tuple[int, _Tenant]]) -> None:
-        self._tenants |= dict(members)
-        self._state = self._engine.fit(self._state, max(self._needed_tokens(), prefix.cache[0].keys.shape[2]))
-        self._state = self._engine.insert(prefix, self._state, [tenant.slot_request(slot) for slot, tenant in members])
+    def _start(self, prefix: Prefix, members: Sequence[_Tenant]) -> None:
+        self._tenants |= {tenant.seat.slot: tenant for tenant in members}
+        self._fit()
+        self._state = self._engine.insert(prefix, self._state, [tenant.slot_request() for tenant in members])
 
     def _restart_wave(self, wave: _Wave) -> None:
         """Puts those who wait back to the head of the queue."""
         waiting = wave.members()
-        self._free.extend(slot for slot, _ in reversed(waiting))
-        self._queue.extendleft(tenant.request for _, tenant in reversed(waiting))
+        for tenant in reversed(waiting):
+            self._seats.leave(tenant.seat)
+            self._queue.appendleft(tenant.request)
         self._wave = None
 
-    def _needed_tokens(self) -> int:
-        return max((tenant.num_tokens_after(self._engine.num_steps_per_call) for tenant in self._tenants.values()), default=1)
+    def _fit(self) -> None:
+        """Makes the caches as long as what runs needs for one more call."""
+        running, num_steps = self._tenants.values(), self._engine.num_steps_per_call
+        num_prompt_tokens = max(len(tenant.request.prompt.token_ids) for tenant in running)
+        self._state = self._engine.fit(self._state, num_prompt_tokens, max(tenant.num_tokens_after(num_steps) for tenant in running))
 
     def _dispatch(self) -> None:
-        self._state = self._engine.fit(self._state, self._needed_tokens())
+        self._fit()
         is_truncated = any(tenant.request.sampling.is_truncated for tenant in self._tenants.values())
         self._state, result = self._engine.generate(self._params, self._state, is_truncated=is_truncated)
         for tenant in self._tenants.values():
@@ -367,7 +409,7 @@ class SlotScheduler:
             if not result.is_live[slot]:
                 self._vacate(slot)
                 is_stopped = int(tenant.token_ids[-1][-1]) in self._engine.eos_token_ids
-                self._finish(tenant, FinishReason.STOP if is_stopped else FinishReason.LENGTH)
+                self._finish(tenant.request, tenant.completion(FinishReason.STOP if is_stopped else FinishReason.LENGTH))
 
     def _append(self, tenant: _Tenant, slot: int, result: ResultTokens, version: int) -> None:
         num_emitted = int(result.is_emitted[:, slot].sum())
@@ -384,32 +426,41 @@ class SlotScheduler:
         for slot in slots:
             tenant = self._tenants[slot]
             self._vacate(slot)
-            self._finish(tenant, FinishReason.ABORTED)
+            self._finish(tenant.request, tenant.completion(FinishReason.ABORTED))
 
     def _recompute_cache(self) -> None:
         """Prefills every running completion as far as it has come, with the weights in force, into the slot that it has."""
         while self._calls:
             self._read(self._calls.popleft())
-        running = sorted(self._tenants.items())
-        sequences = [np.concatenate([tenant.request.prompt.token_ids, *tenant.token_ids]) for _, tenant in running]
+        running = [tenant for _, tenant in sorted(self._tenants.items())]
+        sequences = [np.concatenate([tenant.request.prompt.token_ids, *tenant.token_ids]) for tenant in running]
         self._count_prefills(sequences)
         if not running:
             return
         for done in self._engine.prefill(self._params, sequences):
             for index, prefix in done.items():
-                slot, tenant = running[index]
-                tenant.num_dispatched = tenant.num_emitted
-                self._start(prefix, [(slot, tenant)])
+                running[index].num_dispatched = running[index].num_emitted
+                self._start(prefix, [running[index]])
 
     def _count_prefills(self, sequences: Sequence[np.ndarray]) -> None:
         self._counters.num_prefills += len(sequences)
         self._counters.num_prefill_tokens += sum(map(len, sequences))
 
     def _vacate(self, slot: int) -> None:
-        del self._tenants[slot]
-        self._free.append(slot)
+        self._seats.leave(self._tenants.pop(slot).seat)
 
-    def _finish(self, tenant: _Tenant, reason: FinishReason) -> None:
-        if reason is FinishReason.ABORTED:
+    def _finish(self, request: CompletionRequest, completion: Completion) -> None:
+        if completion.finish_reason is FinishReason.ABORTED:
             self._counters.num_aborted += 1
-        self._finished.append((tenant.request.ticket, tenant.completion(reason)))
+        self._finished.append((request.ticket, completion))
+
+
+def _not_started(request: CompletionRequest) -> Completion:
+    """Returns a completion without tokens, as an abort ends one that waits."""
+    return Completion(
+        sample_index=request.sample_index,
+        token_ids=np.zeros(0, np.int32),
+        behaviour_logprobs=np.zeros(0, np.float32),
+        weight_versions=np.zeros(0, np.int32),
+        finish_reason=FinishReason.ABORTED,
+    )

@@ -220,10 +220,14 @@ float exponentials(float* scores, int64_t count, float factor) {
   return sum_lanes(total);
 }
 
-// out[g, :] = Σ_c weights[g, c] · values[c, :] / totals[g] for G queries and N vectors of the head.
+// out[g, :] = (first[g, :] + Σ_c weights[g, c] · values[c, :]) / totals[g] for G queries and N vectors of the head.
 template <int G, int N>
-void mix(const float* weights, int64_t stride, const float* values, int64_t count, int64_t dim, const float* totals, float* out) {
-  Vec sums[G][N] = {};
+void mix(const float* weights, int64_t stride, const float* values, int64_t count, int64_t dim, const float* first, const float* totals, float* out) {
+  Vec sums[G][N];
+#pragma GCC unroll 4
+  for (int g = 0; g < G; ++g)
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) sums[g][n] = first ? load(first + g * dim + n * kLanes) : Vec{};
   for (int64_t c = 0; c < count; ++c) {
     Vec row[N];
 #pragma GCC unroll 4
@@ -236,34 +240,59 @@ void mix(const float* weights, int64_t stride, const float* values, int64_t coun
 #pragma GCC unroll 4
   for (int g = 0; g < G; ++g)
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) store(out + g * dim + n * kLanes, sums[g][n] / totals[g]);
+    for (int n = 0; n < N; ++n) store(out + g * dim + n * kLanes, totals ? sums[g][n] / totals[g] : sums[g][n]);
 }
 
-template <int N> void mix_queries(int64_t queries, const float* weights, int64_t stride, const float* values, int64_t count, int64_t dim,
-                                  const float* totals, float* out) {
+template <int N> void mix_vectors(int64_t queries, const float* weights, int64_t stride, const float* values, int64_t count, int64_t dim,
+                                  const float* first, const float* totals, float* out) {
   int64_t g = 0;
-  for (; g + kMaxTileRows <= queries; g += kMaxTileRows)
-    mix<kMaxTileRows, N>(weights + g * stride, stride, values, count, dim, totals + g, out + g * dim);
+  const auto some = [&](auto mix) {
+    mix(weights + g * stride, stride, values, count, dim, first ? first + g * dim : nullptr, totals ? totals + g : nullptr, out + g * dim);
+  };
+  for (; g + kMaxTileRows <= queries; g += kMaxTileRows) some(mix<kMaxTileRows, N>);
   switch (queries - g) {
-    case 3: mix<3, N>(weights + g * stride, stride, values, count, dim, totals + g, out + g * dim); break;
-    case 2: mix<2, N>(weights + g * stride, stride, values, count, dim, totals + g, out + g * dim); break;
-    case 1: mix<1, N>(weights + g * stride, stride, values, count, dim, totals + g, out + g * dim); break;
+    case 3: some(mix<3, N>); break;
+    case 2: some(mix<2, N>); break;
+    case 1: some(mix<1, N>); break;
     default: break;
   }
 }
 
-// All query heads of one slot that read the same key-value head: the group is what makes the cache's bytes worth reading.
-void attend(const float* queries, int64_t group, const float* keys, const float* values, int64_t count, int64_t dim, float factor, float* out) {
-  thread_local std::vector<float> scratch;
-  const int64_t stride = (count + kLanes - 1) / kLanes * kLanes;
-  scratch.resize(group * (stride + 1));
-  float *scores = scratch.data(), *totals = scores + group * stride;
-  product(queries, keys, scores, group, dim, count, stride);
-  for (int64_t g = 0; g < group; ++g) totals[g] = exponentials(scores + g * stride, count, factor);
+void mix_queries(int64_t queries, const float* weights, int64_t stride, const float* values, int64_t count, int64_t dim, const float* first,
+                 const float* totals, float* out) {
   int64_t d = 0;
-  for (; d + kHeadVecs * kLanes <= dim; d += kHeadVecs * kLanes)
-    mix_queries<kHeadVecs>(group, scores, stride, values + d, count, dim, totals, out + d);
-  for (; d < dim; d += kLanes) mix_queries<1>(group, scores, stride, values + d, count, dim, totals, out + d);
+  const auto part = [&](auto mix) { mix(queries, weights, stride, values + d, count, dim, first ? first + d : nullptr, totals, out + d); };
+  for (; d + kHeadVecs * kLanes <= dim; d += kHeadVecs * kLanes) part(mix_vectors<kHeadVecs>);
+  for (; d < dim; d += kLanes) part(mix_vectors<1>);
+}
+
+// One key-value head of a cache: `count` keys and values behind each other.
+struct Head {
+  const float *keys, *values;
+  int64_t count;
+};
+
+// All query heads that read one key-value head of a prompt, those of each slot in a group of their own, with what each slot has of its own.
+// The more queries read it, the more a cache's bytes are worth.
+void attend(const float* const* queries, const Head* own, int64_t slots, int64_t group, Head prompt, int64_t dim, float factor, float* const* out) {
+  thread_local std::vector<float> scratch;
+  int64_t longest = 0;
+  for (int64_t s = 0; s < slots; ++s) longest = std::max(longest, own[s].count);
+  const int64_t rows = slots * group, stride = (prompt.count + longest + kLanes - 1) / kLanes * kLanes;
+  scratch.resize(rows * (stride + 2 * dim + 1));
+  float *scores = scratch.data(), *gathered = scores + rows * stride, *mixed = gathered + rows * dim, *totals = mixed + rows * dim;
+  for (int64_t s = 0; s < slots; ++s) std::memcpy(gathered + s * group * dim, queries[s], group * dim * sizeof(float));
+  for (int64_t r = 0; r < rows; r += kBlockRows)
+    product(gathered + r * dim, prompt.keys, scores + r * stride, std::min(kBlockRows, rows - r), dim, prompt.count, stride);
+  for (int64_t s = 0; s < slots; ++s) {
+    float* of_slot = scores + s * group * stride;
+    product(queries[s], own[s].keys, of_slot + prompt.count, group, dim, own[s].count, stride);
+    for (int64_t g = 0; g < group; ++g) totals[s * group + g] = exponentials(of_slot + g * stride, prompt.count + own[s].count, factor);
+  }
+  mix_queries(rows, scores, stride, prompt.values, prompt.count, dim, nullptr, nullptr, mixed);
+  for (int64_t s = 0; s < slots; ++s)
+    mix_queries(group, scores + s * group * stride + prompt.count, stride, own[s].values, own[s].count, dim, mixed + s * group * dim,
+                totals + s * group, out[s]);
 }
 
 using F32 = ffi::Buffer<ffi::F32>;
@@ -283,21 +312,37 @@ ffi::Error linear(ffi::ThreadPool pool, F32 x, F32 kernel, F32Result y) {
   return ffi::Error::Success();
 }
 
-// queries [S, K, G, Q], keys and values of this token [S, K, Q], caches [S, K, C, Q], positions [S] → mixed [S, K, G, Q] and the caches,
-// which are written in place.
-ffi::Error decode_attention(ffi::ThreadPool pool, F32 queries, F32 new_keys, F32 new_values, F32, F32, S32 positions, F32Result mixed,
-                            F32Result keys, F32Result values) {
+// queries [S, K, G, Q], keys and values of this token [S, K, Q], own caches [S, K, C, Q], prompts [R, K, P, Q], positions in the own caches
+// [S], lengths of the prompts [R], their members [R, M] → mixed [S, K, G, Q], and the own caches, which are written in place.
+ffi::Error decode_attention(ffi::ThreadPool pool, F32 queries, F32 new_keys, F32 new_values, F32, F32, F32 prompt_keys, F32 prompt_values,
+                            S32 positions, S32 lengths, S32 members, F32Result mixed, F32Result keys, F32Result values) {
   const auto sizes = queries.dimensions();
-  const int64_t heads = sizes[1], group = sizes[2], dim = sizes[3], length = keys->dimensions()[2];
+  const int64_t slots = sizes[0], heads = sizes[1], group = sizes[2], dim = sizes[3], length = keys->dimensions()[2];
+  const int64_t prompts = prompt_keys.dimensions()[0], most = members.dimensions()[1], prompt_length = prompt_keys.dimensions()[2];
   if (dim % kLanes) return ffi::Error::InvalidArgument("llamarl_decode_attention: heads are not whole vectors");
   const float factor = 1.0f / std::sqrt(static_cast<float>(dim));
-  parallel_for(pool, sizes[0] * heads, [&](int64_t task) {
-    // As XLA's dynamic_update_slice does, a position outside of the cache is moved to its end.
-    const int64_t position = std::clamp<int64_t>(positions.typed_data()[task / heads], 0, length - 1);
-    float *k = keys->typed_data() + task * length * dim, *v = values->typed_data() + task * length * dim;
-    std::memcpy(k + position * dim, new_keys.typed_data() + task * dim, dim * sizeof(float));
-    std::memcpy(v + position * dim, new_values.typed_data() + task * dim, dim * sizeof(float));
-    attend(queries.typed_data() + task * group * dim, group, k, v, position + 1, dim, factor, mixed->typed_data() + task * group * dim);
+  std::memset(mixed->typed_data(), 0, mixed->size_bytes());
+  parallel_for(pool, prompts * heads, [&](int64_t task) {
+    thread_local std::vector<const float*> read;
+    thread_local std::vector<float*> written;
+    thread_local std::vector<Head> own;
+    read.clear(), written.clear(), own.clear();
+    const int64_t prompt = task / heads, head = task % heads;
+    for (int64_t m = 0; m < most; ++m) {
+      const int64_t slot = members.typed_data()[prompt * most + m], at = slot * heads + head;
+      if (slot < 0 || slot >= slots) continue;
+      // As XLA's dynamic_update_slice does, a position outside of the cache is moved to its end.
+      const int64_t position = std::clamp<int64_t>(positions.typed_data()[slot], 0, length - 1);
+      float *k = keys->typed_data() + at * length * dim, *v = values->typed_data() + at * length * dim;
+      std::memcpy(k + position * dim, new_keys.typed_data() + at * dim, dim * sizeof(float));
+      std::memcpy(v + position * dim, new_values.typed_data() + at * dim, dim * sizeof(float));
+      read.push_back(queries.typed_data() + at * group * dim);
+      written.push_back(mixed->typed_data() + at * group * dim);
+      own.push_back({k, v, position + 1});
+    }
+    const int64_t offset = task * prompt_length * dim, count = std::clamp<int64_t>(lengths.typed_data()[prompt], 0, prompt_length);
+    const Head shared{prompt_keys.typed_data() + offset, prompt_values.typed_data() + offset, count};
+    if (!own.empty()) attend(read.data(), own.data(), own.size(), group, shared, dim, factor, written.data());
   });
   return ffi::Error::Success();
 }
@@ -308,5 +353,5 @@ extern "C" int llamarl_lanes() { return kLanes; }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(llamarl_linear, linear, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<F32>().Arg<F32>().Ret<F32>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(llamarl_decode_attention, decode_attention,
-                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<F32>().Arg<F32>().Arg<F32>().Arg<F32>().Arg<F32>().Arg<S32>()
-                                  .Ret<F32>().Ret<F32>().Ret<F32>());
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<F32>().Arg<F32>().Arg<F32>().Arg<F32>().Arg<F32>().Arg<F32>().Arg<F32>()
+                                  .Arg<S32>().Arg<S32>().Arg<S32>().Ret<F32>().Ret<F32>().Ret<F32>());

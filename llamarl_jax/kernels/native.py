@@ -4,7 +4,8 @@ XLA's own products are made for many rows; a decode step has few (one for each s
 the machine ($CXX, c++, g++ or clang++; about 5 s) and kept in the cache folder, by a name that says of which source, compiler, processor
 and JAX they are. Where there is no compiler `find_obstacle` says so, and the decoder uses XLA's operations.
 
-Dimensions: B rows, I inputs, O outputs, S slots, K key-value heads, G query heads of each, C cached positions, Q head dim.
+Dimensions: B rows, I inputs, O outputs, S slots, K key-value heads, H query heads, C own positions, R prompts, P prompt positions, Q head
+dim.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 from jaxtyping import Array, Float, Int
+
+from llamarl_jax.models.prompt_index import PromptIndex
 
 Kernels = Literal["xla", "native"]
 """Who computes a decode step's products and attention: XLA, or the kernels here."""
@@ -85,10 +88,17 @@ def decode_attention(
     keys: Float[Array, "S K C Q"],
     values: Float[Array, "S K C Q"],
     positions: Int[Array, " S"],
+    prompt_keys: Float[Array, "R K P Q"],
+    prompt_values: Float[Array, "R K P Q"],
+    index: PromptIndex,
 ) -> tuple[Float[Array, "S H Q"], Float[Array, "S K C Q"], Float[Array, "S K C Q"]]:
-    """Stores one token of each slot and attends to all up to it; returns the mixed values and the caches, written in place.
+    """Stores one token of each slot and attends to its prompt and to its own tokens up to that one.
 
-    It computes what `llamarl_jax.models.attention.attend` does with the mask "index ≤ position", and reads only so much of the cache.
+    It computes what `llamarl_jax.models.attention.attend_prompt_and_own` does, of one replica. It reads no more of the caches than that
+    needs, a prompt once for all of its members, and does nothing for slots that read no prompt; they get zeros.
+
+    Returns:
+        The mixed values, and the own caches, which are written in place.
 
     Raises:
         NativeKernelError: there are no kernels in this process.
@@ -98,7 +108,8 @@ def decode_attention(
     grouped = queries.reshape(num_slots, keys.shape[1], -1, head_dim)
     shapes = tuple(jax.ShapeDtypeStruct(array.shape, jnp.float32) for array in (grouped, keys, values))
     call = jax.ffi.ffi_call("llamarl_decode_attention", shapes, input_output_aliases={3: 1, 4: 2})
-    mixed, keys, values = call(grouped, new_keys, new_values, keys, values, positions.astype(jnp.int32))
+    whole = tuple(x.astype(jnp.int32) for x in (positions, index.lengths, index.members[0]))
+    mixed, keys, values = call(grouped, new_keys, new_values, keys, values, prompt_keys, prompt_values, *whole)
     return mixed.reshape(num_slots, num_heads, head_dim), keys, values
 
 

@@ -1,40 +1,80 @@
-"""Grouped-query attention behind one function, so that faster implementations can be chosen by platform in one place.
+"""Grouped-query attention: over tokens that are computed together (training, prefill), and over the two caches of a decode step.
 
-Dimensions: B rows, T query tokens, C key positions, H query heads, K key-value heads, Q head dim.
+A decode step attends to the prompt, which its slot may share with others, and to what the slot has of its own. Each part gives its mixed
+values and the logarithm of the sum of its scores' exponentials (lse), from which the softmax over both follows:
+
+    mixed = Σ_parts e^(lse_part − lse) · mixed_part,    lse = log Σ_parts e^lse_part
+
+Dimensions: B rows, T query tokens, C key positions, H query heads, K key-value heads, G = H / K, Q head dim, S slots, R prompts, P prompt
+positions.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Num
+from jaxtyping import Array, Bool, Float, Int, Num
+
+from llamarl_jax.models.kv_cache import LayerCache
+from llamarl_jax.models.prompt_index import PromptIndex, gather_members, scatter_members
 
 MASKED_SCORE = -1e30  # finite, so that a row with no visible key (padding) gives zeros and ones instead of NaN
 
 
 def attend(
-    queries: Float[Array, "B T H Q"],
-    keys: Num[Array, "B K C Q"],
-    values: Num[Array, "B K C Q"],
-    mask: Bool[Array, "B T C"],
-    key_scales: Float[Array, "B K C"] | None = None,
-    value_scales: Float[Array, "B K C"] | None = None,
+    queries: Float[Array, "B T H Q"], keys: Num[Array, "B K C Q"], values: Num[Array, "B K C Q"], mask: Bool[Array, "B #T C"]
 ) -> Float[Array, "B T H Q"]:
     """Computes softmax(q·k / √Q)·v with float32 scores; query head h reads key-value head h // (H / K).
 
-    Keys and values are head-major, as the decoder's cache stores them: one (row, head) is contiguous. Where they are float8 or int8, a
-    scale for each of them is applied to the scores and the weights.
+    Keys and values are head-major, as the decoder's cache stores them: one (row, head) is contiguous.
     """
+    return attend_cache(queries, LayerCache(keys, values), mask)
+
+
+def attend_cache(queries: Float[Array, "B T H Q"], cache: LayerCache, mask: Bool[Array, "B #T C"]) -> Float[Array, "B T H Q"]:
+    """Does what `attend` does with a cache; the scales of a float8 or int8 one are applied to the scores and the weights."""
+    weights = jax.nn.softmax(_scores(queries, cache, mask), axis=-1)
+    return _mix(weights, cache, queries.dtype).astype(queries.dtype)
+
+
+def attend_part(
+    queries: Float[Array, "B T H Q"], cache: LayerCache, mask: Bool[Array, "B #T C"]
+) -> tuple[Float[Array, "B T H Q"], Float[Array, "B T H"]]:
+    """Returns the mixed values of one part, in float32, and its lse."""
+    scores = _scores(queries, cache, mask)
+    lse = jax.nn.logsumexp(scores, axis=-1)
+    mixed = _mix(jnp.exp(scores - lse[..., None]), cache, queries.dtype)
+    return mixed, jnp.moveaxis(lse, 3, 1).reshape(mixed.shape[:3])
+
+
+def attend_prompt_and_own(
+    queries: Float[Array, "S H Q"], own: LayerCache, own_positions: Int[Array, " S"], prompts: LayerCache, index: PromptIndex
+) -> Float[Array, "S H Q"]:
+    """Attends to each slot's prompt, and to its own tokens up to `own_positions`, that one included."""
+    own_mask = jnp.arange(own.keys.shape[2]) <= own_positions[:, None, None]
+    mixed, lse = (part[:, 0] for part in attend_part(queries[:, None], own, own_mask))
+    prompt_mask = jnp.arange(prompts.keys.shape[2]) < index.lengths[:, None, None]
+    of_members = attend_part(gather_members(queries, index), prompts, prompt_mask)
+    prompt_mixed, prompt_lse = (scatter_members(part, index, fill) for part, fill in zip(of_members, (0.0, MASKED_SCORE), strict=True))
+    own_share = jax.nn.sigmoid(lse - prompt_lse)[..., None]
+    return (own_share * mixed + (1 - own_share) * prompt_mixed).astype(queries.dtype)
+
+
+def _scores(queries: Float[Array, "B T H Q"], cache: LayerCache, mask: Bool[Array, "B #T C"]) -> Float[Array, "B K G T C"]:
     batch, length, num_heads, head_dim = queries.shape
-    num_kv_heads = keys.shape[1]
+    num_kv_heads = cache.keys.shape[1]
     grouped = queries.reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    scores = jnp.einsum("btkgq,bkcq->bkgtc", grouped, keys.astype(queries.dtype), preferred_element_type=jnp.float32) * head_dim**-0.5
-    if key_scales is not None:
-        scores = scores * key_scales[:, :, None, None, :]
-    scores = jnp.where(mask[:, None, None], scores, MASKED_SCORE)
-    weights = jax.nn.softmax(scores, axis=-1)
-    if value_scales is not None:
-        weights = weights * value_scales[:, :, None, None, :]
-    dtype = queries.dtype
-    mixed = jnp.einsum("bkgtc,bkcq->btkgq", weights.astype(dtype), values.astype(dtype), preferred_element_type=jnp.float32)
-    return mixed.reshape(batch, length, num_heads, head_dim).astype(queries.dtype)
+    scores = jnp.einsum("btkgq,bkcq->bkgtc", grouped, cache.keys.astype(queries.dtype), preferred_element_type=jnp.float32)
+    scores = scores * head_dim**-0.5
+    if cache.key_scales is not None:
+        scores = scores * cache.key_scales[:, :, None, None, :]
+    return jnp.where(mask[:, None, None], scores, MASKED_SCORE)
+
+
+def _mix(weights: Float[Array, "B K G T C"], cache: LayerCache, dtype: Any) -> Float[Array, "B T H Q"]:
+    if cache.value_scales is not None:
+        weights = weights * cache.value_scales[:, :, None, None, :]
+    mixed = jnp.einsum("bkgtc,bkcq->btkgq", weights.astype(dtype), cache.values.astype(dtype), preferred_element_type=jnp.float32)
+    return mixed.reshape(*mixed.shape[:2], -1, mixed.shape[-1])

@@ -1,7 +1,8 @@
-"""The key-value cache of the decoder: dense slots, one pair of arrays a layer, indexed by token position.
+"""The key-value caches of the decoder: dense rows, one pair of arrays a layer, in the order of tokens.
 
-A key's index in the cache is its position, so a query at position p may see exactly the indices ≤ p: what lies behind (the rest of a
-padded prefill, or a former tenant of the slot) is overwritten before it can be seen. Freeing a slot needs no work.
+A prefill's cache is indexed by position; a row of the prompts' cache holds the first tokens of a sequence, and a slot's own one the rest. A
+query may see exactly the indices up to its own: what lies behind (the rest of a padded prefill, or a former tenant of the slot) is
+overwritten before it can be seen. Freeing a slot or a prompt needs no work.
 
 Attention reads the whole array, so a cache is kept only as long as its longest live sequence needs: `resize` moves between a few lengths.
 That is a copy now and then, where reading a slice of a long array would be a copy at every step.
@@ -9,7 +10,7 @@ That is a copy now and then, where reading a slice of a long array would be a co
 float8 and int8 caches have one scale for each token and head, so that a token is stored once and for all. Scales are applied to scores and
 attention weights, not to the cache, which is read as it is.
 
-Dimensions: S slots, K key-value heads, C length in tokens, Q head dim, T new tokens.
+Dimensions: S slots or other rows, K key-value heads, C length in tokens, Q head dim, T new tokens.
 """
 
 from __future__ import annotations
@@ -48,15 +49,20 @@ def has_scales(dtype: CacheType) -> bool:
     return dtype in ("float8_e4m3fn", "int8")
 
 
-def init_cache(config: ModelConfig, num_slots: int, capacity: int, dtype: CacheType) -> KVCache:
-    """Returns a zeroed cache for `num_slots` sequences of up to `capacity` tokens."""
-    shape = (num_slots, config.num_kv_heads, capacity, config.head_dim)
+def init_cache(config: ModelConfig, num_rows: int, capacity: int, dtype: CacheType) -> KVCache:
+    """Returns a zeroed cache for `num_rows` sequences of up to `capacity` tokens."""
+    shape = (num_rows, config.num_kv_heads, capacity, config.head_dim)
 
     def layer() -> LayerCache:
         arrays = LayerCache(jnp.zeros(shape, jnp.dtype(dtype)), jnp.zeros(shape, jnp.dtype(dtype)))
         return arrays._replace(key_scales=jnp.ones(shape[:3]), value_scales=jnp.ones(shape[:3])) if has_scales(dtype) else arrays
 
     return tuple(layer() for _ in range(config.num_layers))
+
+
+def cache_length(cache: KVCache) -> int:
+    """Returns for how many tokens each row has room."""
+    return cache[0].keys.shape[2]
 
 
 def resize(cache: KVCache, length: int) -> KVCache:

@@ -12,13 +12,13 @@ parameter carries the logical names of its dimensions, from which `llamarl_jax.m
 Norms, softmax and log-softmax are float32 whatever the compute dtype. The LM head multiplies in the compute dtype, and its sums and logits
 are float32. Ids that the tokenizer does not know (vocabulary padding) get a logit of −1e30 here, once, for trainer and decoder alike.
 
-Dimensions: B rows, T tokens, C key positions, D model, V vocabulary, H query heads, K key-value heads, Q head dim, F mlp.
+Dimensions: B rows, T tokens, D model, V vocabulary, H query heads, K key-value heads, Q head dim, F mlp, S slots, P prompts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,14 +27,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from llamarl_jax.kernels import native
 from llamarl_jax.kernels.native import Kernels
 from llamarl_jax.meshes import constrain, named_sharding
-from llamarl_jax.models.attention import attend
+from llamarl_jax.models.attention import attend, attend_cache, attend_prompt_and_own
 from llamarl_jax.models.config import ModelConfig
 from llamarl_jax.models.kv_cache import KVCache, LayerCache, write
+from llamarl_jax.models.prompt_index import PromptIndex
 from llamarl_jax.models.rope import rope_tables, rotate
 from llamarl_jax.quantization.fp8 import DTYPE as FP8_DTYPE
 from llamarl_jax.quantization.fp8 import Mode, QuantizationConfig, fp8_linear, quantize
@@ -48,6 +49,8 @@ UNQUANTIZED = QuantizationConfig()
 
 Params = dict[str, Any]
 Rope = tuple[Float[Array, "B T Q"], Float[Array, "B T Q"]]
+Mixer = Callable[[Float[Array, "B T H Q"], Float[Array, "B T K Q"], Float[Array, "B T K Q"]], tuple[Array, LayerCache | None]]
+"""Queries, keys and values of new tokens → what attention makes of them [B T H Q], and the cache that holds them, if there is one."""
 
 
 class Linear(nnx.Module):
@@ -109,7 +112,7 @@ class Attention(nnx.Module):
     def __init__(
         self, config: ModelConfig, *, lead: tuple[int, ...], rngs: nnx.Rngs, quantization: QuantizationConfig, kernels: Kernels = "xla"
     ):
-        self.config, self.is_fused, self.kernels = config, not lead, kernels
+        self.config, self.is_fused = config, not lead
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         linear = partial(Linear, lead=lead, rngs=rngs, kernels=kernels)
         if self.is_fused:
@@ -128,23 +131,12 @@ class Attention(nnx.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, lead=lead) if config.has_qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, lead=lead) if config.has_qk_norm else None
 
-    def __call__(
-        self, x: Float[Array, "B T D"], rope: Rope, mask: Bool[Array, "B T C"], start: Int[Array, " B"] | None, cache: LayerCache | None
-    ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
-        """Mixes tokens; with a cache, stores the new keys and values at `start` first and attends to all of it."""
+    def __call__(self, x: Float[Array, "B T D"], rope: Rope, mix: Mixer) -> tuple[Float[Array, "B T D"], LayerCache | None]:
+        """Projects tokens, mixes them with `mix`, and projects the result; returns `mix`'s cache too."""
         queries, keys, values = self._project(x)
         queries = rotate(queries if self.q_norm is None else self.q_norm(queries), *rope)
         keys = rotate(keys if self.k_norm is None else self.k_norm(keys), *rope)
-        if cache is None:
-            mixed = attend(queries, jnp.swapaxes(keys, 1, 2), jnp.swapaxes(values, 1, 2), mask)
-        elif start is not None and self.kernels == "native" and x.shape[1] == 1 and native.can_attend(queries, cache.keys):
-            one = (queries[:, 0], keys[:, 0], values[:, 0])
-            mixed, *arrays = native.decode_attention(*one, cache.keys, cache.values, start)
-            cache = LayerCache(*arrays)
-        else:
-            assert start is not None
-            cache = write(cache, keys, values, start)
-            mixed = attend(queries, cache.keys, cache.values, mask, cache.key_scales, cache.value_scales)
+        mixed, cache = mix(queries, keys, values)
         return self.o_proj(mixed.reshape(*x.shape[:2], -1)), cache
 
     def _project(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T H Q"], Float[Array, "B T K Q"], Float[Array, "B T K Q"]]:
@@ -193,12 +185,10 @@ class Block(nnx.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, lead=lead)
         self.mlp = Mlp(config, lead=lead, rngs=rngs, quantization=quantization, kernels=kernels)
 
-    def __call__(
-        self, x: Float[Array, "B T D"], rope: Rope, mask: Bool[Array, "B T C"], start: Int[Array, " B"] | None, cache: LayerCache | None
-    ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
+    def __call__(self, x: Float[Array, "B T D"], rope: Rope, mix: Mixer) -> tuple[Float[Array, "B T D"], LayerCache | None]:
         """Applies the layer; arguments as for `Attention`."""
         with jax.named_scope("attention"):
-            mixed, cache = self.attention(self.attention_norm(x), rope, mask, start, cache)
+            mixed, cache = self.attention(self.attention_norm(x), rope, mix)
             x = x + mixed
         with jax.named_scope("mlp"):
             x = x + self.mlp(self.mlp_norm(x))
@@ -248,29 +238,65 @@ class Transformer(nnx.Module):
         if prefix_ids is not None:
             is_seen |= (prefix_ids[:, :, None] == keys) & (prefix_ids > 0)[:, :, None]
         mask = is_seen & jnp.tril(jnp.ones((token_ids.shape[1],) * 2, bool))
+
+        def mix(queries: Array, keys: Array, values: Array) -> tuple[Array, None]:
+            return attend(queries, jnp.swapaxes(keys, 1, 2), jnp.swapaxes(values, 1, 2), mask), None
+
         x = constrain(self.embed(token_ids).astype(dtype), "rows", None, None)
         rope = rope_tables(self.config, positions)
-        return self.final_norm(self._run_layers(x, rope, mask, is_rematerialised))
+        return self.final_norm(self._run_layers(x, rope, mix, is_rematerialised))
 
     def extend(
         self, token_ids: Int[Array, "B T"], start: Int[Array, " B"], cache: KVCache, *, dtype: Any = jnp.float32
     ) -> tuple[Float[Array, "B T D"], KVCache]:
-        """Appends T tokens at positions start … start + T − 1 to every slot of the cache; returns their hidden states and the cache.
+        """Appends T tokens at positions start … start + T − 1 to every row of the cache; returns their hidden states and the cache.
 
-        Needs the list form of the layers. Prefill is this with T = bucket and start 0, a decode step is this with T = 1.
+        This is a prefill, or a chunk of one; it needs the list form of the layers.
         """
-        if isinstance(self.layers, Block):
-            raise ValueError("decoding needs the list form of the layers; export the weights with llamarl_jax.weights first")
-        capacity = cache[0].keys.shape[2]
         positions = start[:, None] + jnp.arange(token_ids.shape[1])[None, :]
-        mask = jnp.arange(capacity)[None, None, :] <= positions[:, :, None]
-        x = constrain(self.embed(token_ids).astype(dtype), "rows", None, None)
-        rope = rope_tables(self.config, positions)
-        new_cache = []
-        for block, layer_cache in zip(self.layers, cache, strict=True):
-            x, layer_cache = block(x, rope, mask, start, layer_cache)
-            new_cache.append(layer_cache)
-        return self.final_norm(x), tuple(new_cache)
+        mask = jnp.arange(cache[0].keys.shape[2]) <= positions[:, :, None]
+
+        def mix(old: LayerCache, queries: Array, keys: Array, values: Array) -> tuple[Array, LayerCache]:
+            new = write(old, keys, values, start)
+            return attend_cache(queries, new, mask), new
+
+        return self._run_list(token_ids, positions, [partial(mix, layer) for layer in cache], dtype)
+
+    def step(
+        self,
+        token_ids: Int[Array, " S"],
+        positions: Int[Array, " S"],
+        cache: KVCache,
+        own_positions: Int[Array, " S"],
+        prompts: KVCache,
+        index: PromptIndex,
+        *,
+        dtype: Any = jnp.float32,
+    ) -> tuple[Float[Array, "S D"], KVCache]:
+        """Appends one token to every slot, which sees its prompt and what its slot has of its own; needs the list form of the layers.
+
+        Args:
+            positions: of the tokens in their sequences.
+            cache: what slots have of their own; the tokens are stored in it.
+            own_positions: where in it.
+            prompts: caches of prompts.
+            index: which slots read which of them.
+
+        Returns:
+            Hidden states, and the slots' own cache.
+        """
+
+        def mix(old: LayerCache, prompts: LayerCache, queries: Array, keys: Array, values: Array) -> tuple[Array, LayerCache]:
+            if self.kernels == "native" and native.can_attend(queries, old.keys):
+                tokens = (queries[:, 0], keys[:, 0], values[:, 0])
+                mixed, *new = native.decode_attention(*tokens, old.keys, old.values, own_positions, prompts.keys, prompts.values, index)
+                return mixed[:, None], LayerCache(*new)
+            new = write(old, keys, values, own_positions)
+            return attend_prompt_and_own(queries[:, 0], new, own_positions, prompts, index)[:, None], new
+
+        mixers = [partial(mix, *layers) for layers in zip(cache, prompts, strict=True)]
+        hidden, cache = self._run_list(token_ids[:, None], positions[:, None], mixers, dtype)
+        return hidden[:, 0], cache
 
     def logits(self, hidden: Float[Array, "*shape D"]) -> Float[Array, "*shape V"]:
         """Returns float32 logits; ids unknown to the tokenizer get −1e30."""
@@ -283,17 +309,29 @@ class Transformer(nnx.Module):
             return logits
         return jnp.where(jnp.arange(self.config.vocab_size) < self.config.valid_vocab_size, logits, UNKNOWN_ID_LOGIT)
 
-    def _run_layers(
-        self, x: Float[Array, "B T D"], rope: Rope, mask: Bool[Array, "B T T"], is_rematerialised: bool
-    ) -> Float[Array, "B T D"]:
+    def _run_list(
+        self, token_ids: Int[Array, "B T"], positions: Int[Array, "B T"], mixers: Sequence[Mixer], dtype: Any
+    ) -> tuple[Float[Array, "B T D"], KVCache]:
+        """Runs the list form with a mixer for each layer; returns hidden states and the mixers' caches."""
+        if isinstance(self.layers, Block):
+            raise ValueError("decoding needs the list form of the layers; export the weights with llamarl_jax.weights first")
+        x = constrain(self.embed(token_ids).astype(dtype), "rows", None, None)
+        rope = rope_tables(self.config, positions)
+        caches = []
+        for block, mix in zip(self.layers, mixers, strict=True):
+            x, cache = block(x, rope, mix)
+            caches.append(cache)
+        return self.final_norm(x), tuple(caches)
+
+    def _run_layers(self, x: Float[Array, "B T D"], rope: Rope, mix: Mixer, is_rematerialised: bool) -> Float[Array, "B T D"]:
         if isinstance(self.layers, nnx.List):
             for block in self.layers:
-                x, _ = block(x, rope, mask, None, None)
+                x, _ = block(x, rope, mix)
             return x
         graph, stacked = nnx.split(self.layers)
 
         def step(x: Array, layer: Any) -> tuple[Array, None]:
-            x, _ = nnx.merge(graph, layer)(x, rope, mask, None, None)
+            x, _ = nnx.merge(graph, layer)(x, rope, mix)
             return x, None
 
         return jax.lax.scan(jax.checkpoint(step) if is_rematerialised else step, x, stacked)[0]

@@ -14,10 +14,10 @@ from tests.aot.engines import collectives_of_a_step
 
 
 def check_projections_are_float8(report: Report, model: ModelConfig) -> None:
-    """qkv, o, gate_up and down of each layer; besides them two products of attention a layer and the LM head, in bfloat16."""
+    """qkv, o, gate_up and down of each layer; besides them four products of attention a layer and the LM head, in bfloat16."""
     assert report.fp8_products_per_step == 4 * model.num_layers
     assert report.custom_calls["__cublas$lt$matmul$f8"] == 4 * model.num_layers * report.steps
-    assert sum(p.executions for p in report.products) == (6 * model.num_layers + 1) * report.steps
+    assert sum(p.executions for p in report.products) == (8 * model.num_layers + 1) * report.steps
     assert set(report.flops_per_step) == {"f8e4m3fn", "bf16"}
 
 
@@ -26,7 +26,7 @@ def check_weights_are_read_as_stored(report: Report) -> None:
 
 
 def check_cache_is_written_in_place(report: Report) -> None:
-    caches = report.arguments("state.cache")
+    caches = report.arguments("state.cache") + report.arguments("state.prompts")
     assert caches
     assert all(cache.aliased_output is not None for cache in caches)
     shapes = [leaf for cache in caches if "scales" not in cache.name for leaf in leaves(cache.shape)]
@@ -52,10 +52,10 @@ def check_memory_is_as_planned(report: Report, model: ModelConfig, engine: Engin
     plan = plan_memory(spec, mesh, engine, num_weight_copies=1, limit_bytes=report.card_bytes)
     assert isinstance(engine.num_slots, int)
     logits = 4 * model.vocab_size // tensor
-    cache = (plan.slot_bytes - LOGIT_COPIES * logits) / CACHE_GROWTH
     slots = engine.num_slots // data
-    arguments = plan.weight_bytes + slots * cache
+    cache = (plan.cache_bytes(slots) - slots * LOGIT_COPIES * logits) / CACHE_GROWTH
+    arguments = plan.weight_bytes + cache
     assert abs(report.memory.arguments / arguments - 1) < 1e-3
     assert abs(report.memory.peak / (arguments + slots * logits) - 1) < 0.02
-    assert report.memory.peak <= plan.weight_bytes + slots * plan.slot_bytes
+    assert report.memory.peak <= plan.weight_bytes + plan.cache_bytes(slots)
     assert report.fits

@@ -28,7 +28,10 @@ HEADER = (
 
 
 def describe(name: str, mode: Mode, tensor: int, report: Report) -> str:
-    weights, cache = (sum(p.num_bytes for p in report.arguments(prefix)) / 2**30 for prefix in ("params", "state.cache"))
+    weights, cache = (
+        sum(p.num_bytes for prefix in prefixes for p in report.arguments(prefix)) / 2**30
+        for prefixes in (("params",), ("state.cache", "state.prompts"))
+    )
     fits = " / ".join("yes" if report.memory.peak <= target.memory_bytes else "no" for target in (H100, H200))
     traffic = {kind: found for (kind, _), found in report.traffic_per_step.items()}
     counts = [f"{t.count:g}, {t.num_bytes / 2**20:.3g} MiB" if (t := traffic.get(kind)) else "0" for kind in ("all-reduce", "all-gather")]

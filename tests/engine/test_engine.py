@@ -7,6 +7,7 @@ from llamarl_jax.engine.api import SlotRequest
 from llamarl_jax.engine.engine import EngineConfig, prompt_bucket
 from llamarl_jax.engine.sampling import SamplingConfig
 from llamarl_jax.engine.slots import SlotScheduler
+from llamarl_jax.models.kv_cache import init_cache
 from llamarl_jax.types import FinishReason
 from tests.engine.tiny_engine import (
     CONFIG,
@@ -24,14 +25,26 @@ from tests.engine.tiny_engine import (
 )
 
 
+def slot_request(*, num_prompt_tokens: int, prompt_id: int = 0, max_new_tokens: int = 10) -> SlotRequest:
+    return SlotRequest(
+        slot=0,
+        prompt_row=0,
+        num_prompt_tokens=num_prompt_tokens,
+        prompt_id=prompt_id,
+        sample_index=0,
+        sampling=SamplingConfig(),
+        max_new_tokens=max_new_tokens,
+    )
+
+
 @pytest.fixture(scope="module")
 def params():
     return random_params(STACKED)
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
-def test_logprobs_equal_the_trainers_full_forward(params, temperature):
-    engine = make_engine()
+@pytest.mark.parametrize(("temperature", "slots_per_prompt"), [(0.6, 1), (1.0, 1), (1.3, 2)])
+def test_logprobs_equal_the_trainers_full_forward(params, temperature, slots_per_prompt):
+    engine = make_engine(slots_per_prompt=slots_per_prompt)
     prompts = make_prompts([1, 2, 15, 16, 17, 24])
     slots = SlotScheduler(engine, place(engine, unstack(params)), 3)
     slots.submit(requests(prompts, 3, temperature=temperature))
@@ -51,7 +64,7 @@ def test_a_completion_depends_on_seed_prompt_and_sample_only(params):
     slots = SlotScheduler(engine, place(engine, unstack(params)), 0)
     slots.submit(requests(prompts, 4))
     together = run_to_end(slots)
-    other = make_engine(num_slots=3, decode_steps_per_call=2)
+    other = make_engine(num_slots=3, decode_steps_per_call=2, slots_per_prompt=2)
     slots = SlotScheduler(other, place(other, unstack(params)), 0)
     slots.submit(requests(prompts, 4)[::-1])
     apart = run_to_end(slots)
@@ -64,12 +77,12 @@ def test_a_completion_depends_on_seed_prompt_and_sample_only(params):
     assert any(c.token_ids.tolist() != together[t].token_ids.tolist() for t, c in run_to_end(slots).items())
 
 
-@pytest.mark.parametrize(("data", "tensor"), [(2, 2), (4, 1), (1, 4)])
-def test_every_mesh_gives_the_same_tokens(params, data, tensor):
+@pytest.mark.parametrize(("data", "tensor", "slots_per_prompt"), [(2, 2, 1), (4, 1, 1), (1, 4, 1), (2, 2, 2), (2, 1, 4)])
+def test_every_mesh_gives_the_same_tokens(params, data, tensor, slots_per_prompt):
     prompts = make_prompts([4, 8, 12, 16])
     results = []
-    for shape in ((1, 1), (data, tensor)):
-        engine = make_engine(num_slots=8, data=shape[0], tensor=shape[1])
+    for shape in ((1, 1, 1), (data, tensor, slots_per_prompt)):
+        engine = make_engine(num_slots=8, data=shape[0], tensor=shape[1], slots_per_prompt=shape[2])
         slots = SlotScheduler(engine, place(engine, unstack(params)), 0)
         slots.submit(requests(prompts, 2, temperature=0.0))
         results.append(run_to_end(slots))
@@ -110,7 +123,8 @@ def test_new_temperature_budget_prompt_or_weights_compile_nothing(params):
     slots.submit(requests(make_prompts([3, 20]), 4))
     run_to_end(slots)
     before = engine.num_compilations()
-    assert before == {"prefill": 2, "prefill_next": 0, "insert": 2, "generate": 1, "resize": 0}  # two buckets
+    expected = {"prefill": 2, "prefill_next": 0, "store_prompt": 2, "store_own": 0, "start": 1, "generate": 1, "resize": 0}
+    assert before == expected  # two buckets
     slots.swap_weights(place(engine, unstack(random_params(STACKED, seed=1))), 1)
     slots.submit(requests(make_prompts([10, 16, 18, 24], seed=5), 4, temperature=0.3, max_new_tokens=4))
     run_to_end(slots)
@@ -146,12 +160,12 @@ def test_a_released_slot_is_clean(params):
     placed = place(engine, unstack(params))
     prompts = make_prompts([6, 12])
     state = engine.init_decode_state()
-    start = [SlotRequest(slot=0, prompt_id=0, sample_index=0, sampling=SamplingConfig(), max_new_tokens=10)]
+    start = [slot_request(num_prompt_tokens=6)]
     state, _ = generate(engine, placed, engine.insert(prefill_all(engine, placed, [prompts[0].token_ids])[0], state, start))
     state = engine.release(state, [0])
     state, result = generate(engine, placed, state)
     assert not result.is_emitted.any()
-    again = [SlotRequest(slot=0, prompt_id=1, sample_index=0, sampling=SamplingConfig(), max_new_tokens=10)]
+    again = [slot_request(num_prompt_tokens=12, prompt_id=1)]
     state, reused = generate(engine, placed, engine.insert(prefill_all(engine, placed, [prompts[1].token_ids])[0], state, again))
     fresh = engine.insert(prefill_all(engine, placed, [prompts[1].token_ids])[0], engine.init_decode_state(), again)
     _, expected = generate(engine, placed, fresh)
@@ -171,12 +185,12 @@ def test_bad_requests_name_the_limit(params):
     with pytest.raises(ValueError, match="prompt of 0 tokens"):
         engine.prefill(placed, [np.zeros(0, np.int32)])
     prefix = prefill_all(engine, placed, [np.zeros(3, np.int32)])[0]
-    with pytest.raises(ValueError, match="budget of 46 new tokens behind 3 does not fit the cache of 48"):
-        engine.insert(
-            prefix,
-            engine.init_decode_state(),
-            [SlotRequest(slot=0, prompt_id=0, sample_index=0, sampling=SamplingConfig(), max_new_tokens=46)],
-        )
+    with pytest.raises(ValueError, match="budget of 16 new tokens behind 1 does not fit the cache of 16"):
+        engine.insert(prefix, engine.init_decode_state(), [slot_request(num_prompt_tokens=2, max_new_tokens=16)])
+    with pytest.raises(ValueError, match=r"have prompts of \[2, 3\] tokens and a prefix of 3; give the prefix of their one prompt"):
+        engine.insert(prefix, engine.init_decode_state(), [slot_request(num_prompt_tokens=n) for n in (2, 3)])
+    with pytest.raises(ValueError, match=r"have prompts of \[4\] tokens and a prefix of 3"):
+        engine.insert(prefix, engine.init_decode_state(), [slot_request(num_prompt_tokens=4)])
     with pytest.raises(ValueError, match="insert needs at least one request"):
         engine.insert(prefix, engine.init_decode_state(), [])
     with pytest.raises(ValueError, match="num_slots = 3 cannot be split over 2 replicas"):
@@ -187,14 +201,18 @@ def test_bad_requests_name_the_limit(params):
         EngineConfig(dispatch_ahead=-1)
     with pytest.raises(ValueError, match=r"engine.prefill_chunk_tokens is 100; it must be a power of two"):
         EngineConfig(prefill_chunk_tokens=100)
-    with pytest.raises(ValueError, match=r"sequence of 49 tokens does not fit the cache of 48"):
-        engine.fit(engine.init_decode_state(), 49)
+    with pytest.raises(ValueError, match=r"engine.slots_per_prompt is 0"):
+        EngineConfig(slots_per_prompt=0)
+    with pytest.raises(ValueError, match=r"33 tokens do not fit the cache of 32; raise engine.max_prompt_tokens"):
+        engine.fit(engine.init_decode_state(), 34, 1)
+    with pytest.raises(ValueError, match=r"17 tokens do not fit the cache of 16; raise engine.max_new_tokens"):
+        engine.fit(engine.init_decode_state(), 1, 17)
 
 
 def test_decoding_with_stacked_weights_is_refused(params):
     model = STACKED.bind(params)
     with pytest.raises(ValueError, match="needs the list form"):
-        model.extend(jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32), ())
+        model.extend(jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32), init_cache(CONFIG, 1, 8, "float32"))
 
 
 def test_cache_is_split_over_slots_and_heads():
@@ -204,12 +222,15 @@ def test_cache_is_split_over_slots_and_heads():
     assert keys.addressable_shards[0].data.shape == (2, 1, *keys.shape[2:])
     assert len({s.device for s in keys.addressable_shards}) == 4
     assert state.cache[0].keys.sharding.device_set == set(jax.devices()[:4])
+    shared = make_engine(data=2, tensor=2, slots_per_prompt=2).init_decode_state().prompts[0].keys
+    assert shared.shape[0] == 2
+    assert shared.addressable_shards[0].data.shape == (1, 1, *shared.shape[2:])
 
 
 @pytest.mark.parametrize(("kv_dtype", "mean_gap"), [("int8", 0.02), ("float8_e4m3fn", 0.1)])
 @pytest.mark.parametrize(("data", "tensor"), [(1, 1), (2, 2)])
 def test_a_small_kv_cache_stays_close_to_the_trainers_full_forward(params, kv_dtype, mean_gap, data, tensor):
-    engine = make_engine(kv_dtype=kv_dtype, data=data, tensor=tensor)
+    engine = make_engine(kv_dtype=kv_dtype, data=data, tensor=tensor, slots_per_prompt=data)
     assert engine.init_decode_state().cache[0].keys.dtype == jnp.dtype(kv_dtype)
     prompts = make_prompts([1, 2, 15, 16, 17, 24])
     slots = SlotScheduler(engine, place(engine, unstack(params)), 3)

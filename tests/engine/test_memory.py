@@ -11,7 +11,7 @@ from llamarl_jax.models.transformer import TransformerSpec
 from llamarl_jax.quantization.fp8 import QuantizationConfig
 from tests.engine.tiny_engine import CONFIG, LISTED, make_engine
 
-ENGINE = EngineConfig(num_slots="auto", max_prompt_tokens=40, max_new_tokens=24, prefill_chunk_tokens=128)  # capacity 64
+ENGINE = EngineConfig(num_slots="auto", max_prompt_tokens=40, max_new_tokens=24, prefill_chunk_tokens=128)
 LAYER = 96 * 48 + 48 * 48 + 3 * 48 * 96  # qkv, o, mlp
 NORMS = 2 * 2 * 48 + 48
 
@@ -23,11 +23,24 @@ def _mesh(data: int, tensor: int):
 def test_a_plan_worked_out_by_hand():
     plan = plan_memory(LISTED, _mesh(1, 1), ENGINE, num_weight_copies=3, limit_bytes=10_000_000)
     assert plan.weight_bytes == 3 * 4 * (300 * 48 + 2 * LAYER + NORMS)
-    cache = 2 * 2 * 2 * 64 * 12 * 4  # keys and values, two layers, two heads of 12, 64 tokens
-    assert plan.slot_bytes == 1.5 * cache + 3 * 4 * 300
-    assert plan.prefill_bytes == 2 * cache  # 128 tokens
+    token = 2 * 2 * 2 * 12 * 4  # keys and values, two layers, two heads of 12
+    assert plan.slot_bytes == 1.5 * 32 * token + 3 * 4 * 300  # 24 tokens in multiples of 16
+    assert plan.prompt_bytes == 1.5 * 48 * token
+    assert plan.prefill_bytes == 128 * token
     assert plan.limit_bytes == 10_000_000 * MEMORY_SHARE
-    assert plan.most_slots == (plan.limit_bytes - plan.weight_bytes - plan.prefill_bytes) // plan.slot_bytes
+    free = plan.limit_bytes - plan.weight_bytes - plan.prefill_bytes
+    assert plan.most_slots == free // (plan.slot_bytes + plan.prompt_bytes)
+
+
+@pytest.mark.parametrize("slots_per_prompt", [1, 3, 4, 100])
+def test_slots_that_share_prompts_are_as_many_as_fit(slots_per_prompt):
+    config = dataclasses.replace(ENGINE, slots_per_prompt=slots_per_prompt)
+    plans = [plan_memory(LISTED, _mesh(1, 1), config, num_weight_copies=1, limit_bytes=n) for n in range(800_000, 1_000_000, 9_999)]
+    for plan in plans:
+        free = plan.limit_bytes - plan.weight_bytes - plan.prefill_bytes
+        counts = [n for n in range(200) if n * plan.slot_bytes + -(-n // slots_per_prompt) * plan.prompt_bytes <= free]
+        assert plan.most_slots == max(counts)
+    assert plans[0].most_slots < plans[-1].most_slots
 
 
 def test_tensor_splits_weights_and_heads_data_only_slots():
@@ -47,9 +60,9 @@ def test_tensor_splits_weights_and_heads_data_only_slots():
 def test_the_plan_holds_what_the_engine_allocates():
     engine = make_engine(num_slots=4, max_prompt_tokens=40, max_new_tokens=24)
     state = engine.init_decode_state()
-    cache = sum(x.nbytes for x in jax.tree.leaves(state.cache))
+    cache = sum(x.nbytes for x in jax.tree.leaves((state.cache, state.prompts)))
     plan = plan_memory(LISTED, engine.mesh, engine.config, num_weight_copies=1, limit_bytes=10_000_000)
-    assert cache <= 4 * plan.slot_bytes <= 2.2 * cache
+    assert cache * 80 // 128 <= plan.cache_bytes(4) <= 2.2 * cache  # the shortest caches are longer than both capacities
     assert jnp.dtype(engine.config.dtype) == jnp.float32
 
 

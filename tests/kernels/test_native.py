@@ -17,8 +17,9 @@ from llamarl_jax.engine.engine import EngineConfig, choose_kernels
 from llamarl_jax.kernels import native
 from llamarl_jax.kernels.native import NativeKernelError
 from llamarl_jax.meshes import build_mesh
-from llamarl_jax.models.attention import attend
+from llamarl_jax.models.attention import attend_prompt_and_own
 from llamarl_jax.models.kv_cache import LayerCache, write
+from llamarl_jax.models.prompt_index import PromptIndex, index_prompts
 
 HAS_KERNELS = native.find_obstacle() is None
 needs_compiler = pytest.mark.skipif(not HAS_KERNELS, reason=f"no native kernels here: {native.find_obstacle()}")
@@ -85,50 +86,75 @@ class TestLinear:
             jax.block_until_ready(native.linear(jnp.ones((1, 65)), jnp.ones((8, 65))))
 
 
+def make_index(rows: list[int], lengths: list[int], most_members: int, num_prompts: int) -> PromptIndex:
+    """Slots with their prompts and how much of them is cached; a slot of length −1 is not live."""
+    arrays = jnp.asarray(rows), jnp.asarray(lengths), jnp.asarray(lengths) >= 0
+    return index_prompts(*arrays, num_prompts=num_prompts, most_members=most_members, num_replicas=1)
+
+
 @needs_compiler
 class TestDecodeAttention:
-    @pytest.mark.parametrize(("slots", "kv_heads", "group", "length", "dim"), [
-        (1, 1, 1, 16, 16), (4, 3, 3, 100, 64), (3, 2, 4, 65, 128), (2, 1, 7, 64, 80), (5, 2, 2, 1, 32), (8, 1, 8, 300, 96),
+    @pytest.mark.parametrize(("kv_heads", "group", "dim", "rows", "lengths", "own_length", "prompt_length"), [
+        (1, 1, 16, [0], [0], 16, 16),
+        (3, 3, 64, [0, 1, 2, 3], [64, 1, 0, 33], 100, 64),
+        (2, 4, 128, [1, 1, 0], [50, 50, 7], 65, 64),
+        (1, 7, 80, [1, 1], [128, 128], 1, 128),
+        (2, 2, 32, [2, 0, 2, 2, 0], [31, 5, 31, 31, 5], 20, 32),
+        (1, 8, 96, [0] * 12, [300] * 12, 70, 300),
+        (1, 2, 16, [0, 0, 1, 1], [9, -1, -1, -1], 16, 16),
     ])  # fmt: skip
-    def test_equals_the_attention_of_the_model(self, random, slots, kv_heads, group, length, dim):
-        positions = random.integers(0, length, slots)
-        positions[0] = length - 1
+    def test_equals_the_attention_of_the_model(self, random, kv_heads, group, dim, rows, lengths, own_length, prompt_length):
+        slots, prompts = len(rows), max(rows) + 1
+        is_live = np.array(lengths) >= 0
+        index = make_index(rows, lengths, slots, prompts)
+        positions = random.integers(0, own_length, slots)
+        positions[0] = own_length - 1
         new = [normal(random, slots, heads, dim) for heads in (kv_heads * group, kv_heads, kv_heads)]
-        clean = [normal(random, slots, kv_heads, length, dim) for _ in range(2)]
-        # What lies behind a slot's position belongs to nobody and must not be read.
-        is_seen = np.arange(length) <= positions[:, None]
+        clean = [normal(random, slots, kv_heads, own_length, dim) for _ in range(2)]
+        shared = [normal(random, prompts, kv_heads, prompt_length, dim) for _ in range(2)]
+        # What lies behind a slot's position, or a prompt's end, belongs to nobody and must not be read.
+        is_seen = np.arange(own_length) <= positions[:, None]
+        is_prompt = np.arange(prompt_length) < np.asarray(index.lengths)[:, None]
         caches = [jnp.where(is_seen[:, None, :, None], cache, np.nan) for cache in clean]
-        mixed, keys, values = jax.jit(native.decode_attention)(*new, *caches, jnp.asarray(positions))
+        caged = [jnp.where(is_prompt[:, None, :, None], cache, np.nan) for cache in shared]
+        mixed, keys, values = jax.jit(native.decode_attention)(*new, *caches, jnp.asarray(positions), *caged, index)
 
         written = write(LayerCache(*clean), new[1][:, None], new[2][:, None], jnp.asarray(positions))
-        expected = attend(new[0][:, None], written.keys, written.values, jnp.asarray(is_seen[:, None]))[:, 0]
-        np.testing.assert_allclose(mixed, expected, rtol=2e-5, atol=2e-6)
-        for slot, position in enumerate(positions):
+        expected = attend_prompt_and_own(new[0], written, jnp.asarray(positions), LayerCache(*shared), index)
+        np.testing.assert_allclose(mixed[is_live], expected[is_live], rtol=3e-5, atol=3e-6)
+        assert not np.asarray(mixed)[~is_live].any()
+        for slot in np.flatnonzero(is_live):
             for got, wanted in ((keys, written.keys), (values, written.values)):
-                np.testing.assert_array_equal(got[slot, :, : position + 1], wanted[slot, :, : position + 1])
-                assert np.isnan(got[slot, :, position + 1 :]).all()
+                np.testing.assert_array_equal(got[slot, :, : positions[slot] + 1], wanted[slot, :, : positions[slot] + 1])
+                assert np.isnan(got[slot, :, positions[slot] + 1 :]).all()
 
     @pytest.mark.parametrize("factor", [1e-30, 1.0, 30.0, 1e4])
     def test_scores_of_any_size(self, random, factor):
         """From all equal to one that takes everything; softmax in float32 by the largest score."""
         queries, key, value = (normal(random, 2, 2, 16) for _ in range(3))
-        keys, values = (normal(random, 2, 2, 40, 16) for _ in range(2))
-        positions, queries = jnp.array([39, 17]), queries * np.float32(factor)
-        mixed, keys, values = native.decode_attention(queries, key, value, keys, values, positions)
-        expected = attend(queries[:, None], keys, values, jnp.arange(40)[None, None] <= positions[:, None, None])[:, 0]
+        own, prompts = ([normal(random, 2, 2, length, 16) for _ in range(2)] for length in (40, 24))
+        positions, queries, index = jnp.array([39, 17]), queries * np.float32(factor), make_index([0, 1], [24, 3], 1, 2)
+        mixed, *own = native.decode_attention(queries, key, value, *own, positions, *prompts, index)
+        expected = attend_prompt_and_own(queries, LayerCache(*own), positions, LayerCache(*prompts), index)
         np.testing.assert_allclose(mixed, expected, rtol=1e-4, atol=1e-5)
 
     def test_a_slot_does_not_depend_on_its_neighbours(self, random):
+        """Nor on who else reads its prompt."""
         arrays = [normal(random, 6, *shape) for shape in ((9, 64), (3, 64), (3, 64), (3, 70, 64), (3, 70, 64))]
-        positions = jnp.array([0, 69, 5, 30, 31, 32])
-        together = np.asarray(jax.jit(native.decode_attention)(*arrays, positions)[0])
+        prompts = [normal(random, 2, 3, 50, 64) for _ in range(2)]
+        positions, rows, lengths = [0, 69, 5, 30, 31, 32], [0, 1, 0, 0, 1, 0], [50, 23, 50, 50, 23, 50]
+        decode = jax.jit(native.decode_attention)
+        together = np.asarray(decode(*arrays, jnp.array(positions), *prompts, make_index(rows, lengths, 4, 2))[0])
         for slot in range(6):
-            alone = jax.jit(native.decode_attention)(*(array[slot : slot + 1] for array in arrays), positions[slot : slot + 1])[0]
+            one = [array[slot : slot + 1] for array in arrays]
+            index = make_index([rows[slot]], [lengths[slot]], 1, 2)
+            alone = decode(*one, jnp.array(positions[slot : slot + 1]), *prompts, index)[0]
             np.testing.assert_array_equal(together[slot : slot + 1], alone)
 
     def test_donated_caches_are_written_in_place(self, random):
         arrays = [normal(random, 2, *shape) for shape in ((2, 16), (2, 16), (2, 16), (2, 64, 16), (2, 64, 16))]
-        step = jax.jit(native.decode_attention, donate_argnums=(3, 4)).lower(*arrays, jnp.zeros(2, jnp.int32)).compile()
+        rest = jnp.zeros(2, jnp.int32), *arrays[3:], make_index([0, 1], [5, 5], 1, 2)
+        step = jax.jit(native.decode_attention, donate_argnums=(3, 4)).lower(*arrays, *rest).compile()
         cache_bytes = arrays[3].nbytes + arrays[4].nbytes
         memory = step.memory_analysis()
         assert memory is not None
@@ -138,8 +164,9 @@ class TestDecodeAttention:
     def test_heads_that_are_no_whole_vectors_are_refused(self):
         new, cache = jnp.ones((1, 1, 17)), jnp.ones((1, 1, 8, 17))
         assert not native.can_attend(new, cache)
+        arguments = new, new, new, cache, cache, jnp.zeros(1, jnp.int32), cache, cache, make_index([0], [0], 1, 1)
         with pytest.raises(jax.errors.JaxRuntimeError, match="not whole vectors"):
-            jax.block_until_ready(native.decode_attention(new, new, new, cache, cache, jnp.zeros(1, jnp.int32)))
+            jax.block_until_ready(native.decode_attention(*arguments))
 
 
 @needs_compiler

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from llamarl_jax.models.attention import attend
+from llamarl_jax.models.attention import attend, attend_cache
 from llamarl_jax.models.kv_cache import CacheType, init_cache, resize, write
 from llamarl_jax.quantization.int8 import quantize_int8
 from tests.engine.tiny_engine import CONFIG
@@ -41,7 +41,7 @@ def test_attention_over_a_written_and_resized_cache_is_close_to_plain_attention(
     queries = _random((2, 1, 4, 12), 2)
     seen = jnp.arange(16)[None, None, :]
     mask = (seen >= start[:, None, None]) & (seen < start[:, None, None] + 9)
-    mixed = attend(queries, layer.keys, layer.values, mask, layer.key_scales, layer.value_scales)
+    mixed = attend_cache(queries, layer, mask)
     plain_mask = jnp.ones((2, 1, 9), bool)
     plain = attend(queries, jnp.swapaxes(keys, 1, 2), jnp.swapaxes(values, 1, 2), plain_mask)
     spread = float(jnp.std(values))

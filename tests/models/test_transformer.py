@@ -7,6 +7,7 @@ import pytest
 
 from llamarl_jax.meshes import build_mesh
 from llamarl_jax.models.kv_cache import init_cache
+from llamarl_jax.models.prompt_index import index_prompts
 from llamarl_jax.models.transformer import UNKNOWN_ID_LOGIT, TransformerSpec, gate_up_block
 from tests.engine.tiny_engine import CONFIG, LISTED, STACKED, random_params, unstack
 
@@ -50,6 +51,23 @@ def test_decoding_token_by_token_equals_the_full_forward(params):
         hidden, cache = step(ids[:, t : t + 1], jnp.full(2, t, jnp.int32), cache)
         rows.append(model.logits(hidden[:, 0]))
     np.testing.assert_allclose(jnp.stack(rows, 1), full, atol=1e-4)
+
+
+def test_steps_behind_a_shared_prompt_equal_the_full_forward(params):
+    """Three completions of one prompt and one of another, of which each prompt is cached once, all but its last token."""
+    prompts, ids = _ids()[:, :9], jnp.concatenate([_ids()[jnp.array([0, 0, 1, 0]), :9], _ids(4, seed=3)[:, 9:]], axis=1)
+    rows, num_shared = jnp.array([1, 1, 0, 1]), jnp.array([8, 8, 5, 8])
+    ids = ids.at[2].set(jnp.roll(ids[2], -3))  # a prompt of six tokens
+    full = _logits(STACKED, params, ids)
+    model = LISTED.bind(unstack(params))
+    _, prefix = model.extend(jnp.stack([ids[2, :8], prompts[0, :8]]), jnp.zeros(2, jnp.int32), init_cache(CONFIG, 2, 16, "float32"))
+    index = index_prompts(rows, num_shared, jnp.ones(4, bool), num_prompts=2, most_members=3, num_replicas=1)
+    cache = init_cache(CONFIG, 4, LENGTH, "float32")
+    step = jax.jit(lambda tokens, positions, cache: model.step(tokens, positions, cache, positions - num_shared, prefix, index))
+    for t in range(LENGTH - 8):
+        positions = num_shared + t
+        hidden, cache = step(ids[jnp.arange(4), positions], positions, cache)
+        np.testing.assert_allclose(model.logits(hidden), full[jnp.arange(4), positions], atol=1e-4)
 
 
 def test_prefill_in_two_chunks_equals_one(params):

@@ -1,0 +1,78 @@
+"""Where completions go: free slots, and free rows for their prompts, on the same replica.
+
+The completions of a prompt share a row, up to the number that may read one. With several replicas they are put together where there is
+room for most of them. A row is free again when the last of its completions has ended; until then its prompt is kept, however few read it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class PromptRow:
+    """A row of the prompts' cache, from when a prompt takes it until its last completion leaves."""
+
+    number: int
+    replica: int
+    num_members: int = 0
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A slot and the row of its prompt."""
+
+    slot: int
+    row: PromptRow
+
+
+class Seats:
+    """All slots and prompt rows of a decoder."""
+
+    def __init__(self, *, num_slots: int, num_prompt_rows: int, most_members: int, num_replicas: int) -> None:
+        """Starts with everything free.
+
+        Args:
+            num_slots, num_prompt_rows: multiples of the replicas, split over them in order.
+            most_members: slots that may read one row.
+        """
+        self._most_members = most_members
+        self._slots_per_replica, self._rows_per_replica = num_slots // num_replicas, num_prompt_rows // num_replicas
+        self._slots = [_descending(self._slots_per_replica, replica) for replica in range(num_replicas)]
+        self._rows = [_descending(self._rows_per_replica, replica) for replica in range(num_replicas)]
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots without a completion, whether or not there is a row for another prompt."""
+        return sum(map(len, self._slots))
+
+    def take(self, rows: list[PromptRow]) -> Seat | None:
+        """Returns a seat for one more completion of a prompt, or None if there is none.
+
+        Args:
+            rows: those that hold the prompt; one that is newly taken is appended.
+        """
+        for row in rows:
+            if 0 < row.num_members < self._most_members and self._slots[row.replica]:
+                return self._sit(row)
+        replica = max((r for r, free in enumerate(self._rows) if free), key=lambda r: len(self._slots[r]), default=None)
+        if replica is None or not self._slots[replica]:
+            return None
+        rows.append(PromptRow(self._rows[replica].pop(), replica))
+        return self._sit(rows[-1])
+
+    def leave(self, seat: Seat) -> None:
+        """Frees a slot, and its prompt's row if it was the last one that read it."""
+        self._slots[seat.row.replica].append(seat.slot)
+        seat.row.num_members -= 1
+        if not seat.row.num_members:
+            self._rows[seat.row.replica].append(seat.row.number)
+
+    def _sit(self, row: PromptRow) -> Seat:
+        row.num_members += 1
+        return Seat(self._slots[row.replica].pop(), row)
+
+
+def _descending(count: int, replica: int) -> list[int]:
+    """Returns the numbers of one replica, the smallest last, where it is taken first."""
+    return list(range(replica * count, (replica + 1) * count))[::-1]
