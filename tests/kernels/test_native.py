@@ -134,8 +134,8 @@ class TestDecodeAttention:
         queries, key, value = (normal(random, 2, 2, 16) for _ in range(3))
         own, prompts = ([normal(random, 2, 2, length, 16) for _ in range(2)] for length in (40, 24))
         positions, queries, index = jnp.array([39, 17]), queries * np.float32(factor), make_index([0, 1], [24, 3], 1, 2)
-        mixed, *own = native.decode_attention(queries, key, value, *own, positions, *prompts, index)
-        expected = attend_prompt_and_own(queries, LayerCache(*own), positions, LayerCache(*prompts), index)
+        mixed, *written = native.decode_attention(queries, key, value, own[0], own[1], positions, prompts[0], prompts[1], index)
+        expected = attend_prompt_and_own(queries, LayerCache(*written), positions, LayerCache(*prompts), index)
         np.testing.assert_allclose(mixed, expected, rtol=1e-4, atol=1e-5)
 
     def test_a_slot_does_not_depend_on_its_neighbours(self, random):
