@@ -1,6 +1,6 @@
 """`llamarl bench decode`: tokens per second of the real decoder, and what share that is of what the hardware allows.
 
-The work goes through the same scheduler and engine as in training: B distinct prompts into B slots, greedy, no end of sequence, so every
+The work goes through the same scheduler and engine as in training: B completions in B slots, greedy, no end of sequence, so every
 completion has the same length and every step the same shape. A first run compiles everything and is not counted.
 
 With peers, each runs in a process and a virtual environment of its own and is given the same ids; runs alternate (ours, then each peer,
@@ -24,7 +24,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from llamarl_jax.bench.decode_cost import StepCost, mean_cache_tokens, step_cost
+from llamarl_jax.bench.decode_cost import StepCost, step_cost
 from llamarl_jax.bench.disturbance import undisturbed
 from llamarl_jax.bench.limits import DeviceLimits, measure_limits
 from llamarl_jax.bench.machine import hardware, load_average, versions
@@ -67,6 +67,7 @@ class OurDecoder:
     def __init__(self, workload: Workload, batch: int, options: DecodeOptions) -> None:
         config = EngineConfig(
             num_slots=batch,
+            slots_per_prompt=options.slots_per_prompt,
             max_prompt_tokens=options.prompt_tokens,
             max_new_tokens=options.new_tokens,
             decode_steps_per_call=options.decode_steps_per_call,
@@ -98,19 +99,22 @@ class OurDecoder:
         )
 
     def submit(self, prompts: TokenIds, new_tokens: int) -> None:
-        """Queues greedy completions of the prompts."""
-        self.slots.submit(
-            [
-                CompletionRequest(
-                    ticket=i,
-                    prompt=Prompt(prompt_id=next(self._prompt_ids), token_ids=np.array(ids, np.int32), text=""),
-                    sample_index=0,
-                    sampling=SamplingConfig(temperature=0.0),
-                    max_new_tokens=new_tokens,
-                )
-                for i, ids in enumerate(prompts)
-            ]
-        )
+        """Queues greedy completions of the prompts; equal ones that follow each other are samples of one prompt."""
+        tickets = itertools.count()
+        for ids, samples in itertools.groupby(prompts):
+            prompt = Prompt(prompt_id=next(self._prompt_ids), token_ids=np.array(ids, np.int32), text="")
+            self.slots.submit(
+                [
+                    CompletionRequest(
+                        ticket=next(tickets),
+                        prompt=prompt,
+                        sample_index=sample_index,
+                        sampling=SamplingConfig(temperature=0.0),
+                        max_new_tokens=new_tokens,
+                    )
+                    for sample_index, _ in enumerate(samples)
+                ]
+            )
 
 
 def bench_decode(options: DecodeOptions, console: Console | None = None) -> Path:
@@ -163,7 +167,7 @@ def _measure_batch(
     console: Console,
 ) -> list[Row]:
     """Runs ours and the peers by turns; a peer that fails is left out from then on, with its reason."""
-    prompts = make_prompts(workload.config, batch, options.prompt_tokens, options.seed)
+    prompts = _prompts(workload, batch, options)
     samples: dict[str, list[Sample]] = {}
     runners: list[Runner] = [ours, *peers]
     for repeat in range(options.repeats + 1):
@@ -200,13 +204,18 @@ def _limits(options: DecodeOptions, console: Console) -> DeviceLimits:
     return undisturbed(measure, [os.getpid()], options.max_disturbance, partial(console.print, highlight=False))[0]
 
 
+def _prompts(workload: Workload, batch: int, options: DecodeOptions) -> TokenIds:
+    return make_prompts(workload.config, batch, options.prompt_tokens, options.seed, samples=options.samples_per_prompt)
+
+
 def _cost(workload: Workload, batch: int, options: DecodeOptions) -> StepCost:
     itemsize = np.dtype(jax.numpy.dtype(options.dtype)).itemsize
-    cache_tokens = mean_cache_tokens(options.prompt_tokens, options.new_tokens)
     return step_cost(
         workload.config,
         batch=batch,
-        cache_tokens=cache_tokens,
+        num_prompts=-(-batch // options.samples_per_prompt),
+        prompt_tokens=options.prompt_tokens,
+        new_tokens=options.new_tokens,
         kernel_itemsize=itemsize if options.quantization == "none" else 1,
         head_itemsize=itemsize,
         cache_itemsize=itemsize,
@@ -216,7 +225,7 @@ def _cost(workload: Workload, batch: int, options: DecodeOptions) -> StepCost:
 def _profile(ours: OurDecoder, workload: Workload, batch: int, options: DecodeOptions, console: Console) -> list[dict[str, Any]]:
     """Traces the second call of a run, when everything is compiled and prefilled."""
     steps = ours.engine.config.decode_steps_per_call
-    prompts = make_prompts(workload.config, batch, options.prompt_tokens, options.seed)
+    prompts = _prompts(workload, batch, options)
 
     def run() -> list[dict[str, Any]]:
         ours.submit(prompts, 2 * steps)

@@ -1,13 +1,14 @@
 """What one decode step must read and compute at least, and the time that the hardware needs for it.
 
-A step of B slots reads every weight that takes part in a matrix product once, and the keys and values of all slots; nothing else grows
-with the model. It multiplies every such weight with B rows (2 FLOPs each), and every query head with all keys and all values of its slot.
+A step of B slots reads every weight that takes part in a matrix product once, the keys and values of every prompt once however many slots
+complete it, and those of every completion; nothing else grows with the model. It multiplies every such weight with B rows (2 FLOPs each),
+and every query head with all keys and all values of its slot.
 
     time ≥ max(bytes / bandwidth, FLOPs / matmul peak)
 
 The embedding table counts once where it is the LM head too. Looking up B of its rows is not counted, nor are norms, softmax and sampling.
 
-Dimensions: B slots, L tokens in a slot's cache, D model, F mlp, V vocabulary, H query heads, K key-value heads, Q head dim.
+Dimensions: B slots, D model, F mlp, V vocabulary, H query heads, K key-value heads, Q head dim.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class StepCost:
 
     Attributes:
         weight_bytes: weights read once.
-        cache_bytes: keys and values of all slots at their mean length.
+        cache_bytes: keys and values of all prompts, and of all completions at their mean length.
         matmul_flops: of the weights.
         attention_flops: of scores and mixing.
     """
@@ -56,23 +57,29 @@ def kernel_params(config: ModelConfig) -> int:
     return config.num_layers * (attention + mlp)
 
 
-def mean_cache_tokens(prompt_tokens: int, new_tokens: int) -> float:
-    """Returns how many tokens a slot attends to on average: the first step sees the prompt, each later one a token more."""
-    return prompt_tokens + (new_tokens - 1) / 2
-
-
 def step_cost(
-    config: ModelConfig, *, batch: int, cache_tokens: float, kernel_itemsize: int, head_itemsize: int, cache_itemsize: int
+    config: ModelConfig,
+    *,
+    batch: int,
+    num_prompts: int,
+    prompt_tokens: int,
+    new_tokens: int,
+    kernel_itemsize: int,
+    head_itemsize: int,
+    cache_itemsize: int,
 ) -> StepCost:
-    """Returns the least work of a decode step.
+    """Returns the least work of a decode step, on average from the first one, which sees the prompt, to the last.
 
     Args:
         batch: slots, all live.
-        cache_tokens: mean number of tokens that a slot attends to.
+        num_prompts: different prompts that they complete.
+        prompt_tokens, new_tokens: lengths of a prompt and of a completion.
         kernel_itemsize, head_itemsize, cache_itemsize: bytes of one number in the layers' kernels, the LM head and the cache.
     """
     kernels, head = kernel_params(config), config.vocab_size * config.hidden_size
-    cached = 2 * config.num_kv_heads * config.head_dim * config.num_layers * batch * cache_tokens
-    attention = 4 * config.num_heads * config.head_dim * config.num_layers * batch * cache_tokens
+    own_tokens = (new_tokens - 1) / 2
+    read = num_prompts * prompt_tokens + batch * own_tokens
+    cached = 2 * config.num_kv_heads * config.head_dim * config.num_layers * read
+    attention = 4 * config.num_heads * config.head_dim * config.num_layers * batch * (prompt_tokens + own_tokens)
     weight_bytes = kernels * kernel_itemsize + head * head_itemsize
     return StepCost(weight_bytes, cached * cache_itemsize, 2 * (kernels + head) * batch, attention)

@@ -18,9 +18,13 @@ class DecodeOptions:
     batches: tuple[int, ...] = (1, 16, 64)
     """Numbers of completions decoded at once."""
     prompt_tokens: int = 64
-    """Length of every prompt; all prompts differ."""
+    """Length of every prompt."""
     new_tokens: int = 128
     """Length of every completion; nothing ends earlier."""
+    samples_per_prompt: int = 1
+    """Completions of each prompt, as `schedule.group_size` of a config."""
+    slots_per_prompt: int = 1
+    """As `engine.slots_per_prompt` of a config."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights, activations and KV cache."""
     quantization: Literal["none", "w8a16", "w8a8"] = "none"
@@ -47,8 +51,8 @@ class DecodeOptions:
     def __post_init__(self) -> None:
         if not self.batches:
             raise ValueError("bench decode has no batches; give at least one, for instance --batches 1 16 64")
-        smallest = {"batches": min(self.batches), "repeats": self.repeats, "decode_steps_per_call": self.decode_steps_per_call}
-        for name, value in {**smallest, "limits_mib": self.limits_mib}.items():
+        counts = ("repeats", "decode_steps_per_call", "samples_per_prompt", "slots_per_prompt", "limits_mib")
+        for name, value in {"batches": min(self.batches), **{name: getattr(self, name) for name in counts}}.items():
             if value < 1:
                 raise ValueError(f"bench decode: {name} has {value}; it must be at least 1")
         for name, value in {"prompt_tokens": self.prompt_tokens, "new_tokens": self.new_tokens}.items():

@@ -71,7 +71,7 @@ def print_report(report: DecodeReport, console: Console) -> None:
     machine, limits = report.hardware, report.limits
     console.print(
         f"\n{report.model} ({report.origin}), {report.options.dtype}{_fp8(report.options)}, {report.options.kernels} kernels, "
-        f"{report.options.prompt_tokens} + {report.options.new_tokens} tokens",
+        f"{report.options.prompt_tokens} + {report.options.new_tokens} tokens{_sharing(report.options)}",
         f"{machine['gpu'] or machine['cpu']}, {machine['cores']} cores; load average before: {report.load_average}",
         f"limits: reads {limits.read_bytes_per_s / 1e9:,.1f} GB/s, copies {limits.copy_bytes_per_s / 1e9:,.1f} GB/s, "
         f"matmul {limits.matmul_flops_per_s / 1e9:,.0f} GFLOP/s",
@@ -170,6 +170,12 @@ def _profile_table(batch: int, ops: list[dict[str, Any]]) -> Table:
     for op in ops[:NUM_OPS]:
         table.add_row(f"{op['step_ms']:.3f}", f"{op['share']:.1%}", f"{op['calls']:.0f}", op["name"])
     return table
+
+
+def _sharing(options: DecodeOptions) -> str:
+    if options.samples_per_prompt == options.slots_per_prompt == 1:
+        return ""
+    return f", {options.samples_per_prompt} samples of a prompt, slots_per_prompt {options.slots_per_prompt}"
 
 
 def _fp8(options: DecodeOptions) -> str:

@@ -111,11 +111,12 @@ def random_params(spec: TransformerSpec, mesh: Mesh, dtype: Any, seed: int) -> P
     return jax.tree_util.tree_map_with_path(make, spec.shapes, spec.shardings(mesh), numbers)
 
 
-def make_prompts(config: ModelConfig, count: int, num_tokens: int, seed: int) -> TokenIds:
-    """Returns distinct prompts of random ids that the tokenizer knows, without the model's special ones."""
+def make_prompts(config: ModelConfig, count: int, num_tokens: int, seed: int, *, samples: int = 1) -> TokenIds:
+    """Returns `count` prompts of random ids that the tokenizer knows, without the model's special ones; each `samples` times in a row."""
     special = {*config.eos_token_ids, config.bos_token_id, config.pad_token_id} - {None}
     allowed = np.array([i for i in range(config.valid_vocab_size) if i not in special])
-    return np.random.default_rng(seed).choice(allowed, (count, num_tokens)).tolist()
+    distinct = np.random.default_rng(seed).choice(allowed, (-(-count // samples), num_tokens))
+    return np.repeat(distinct, samples, axis=0)[:count].tolist()
 
 
 def without_end(config: ModelConfig) -> ModelConfig:

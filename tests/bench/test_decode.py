@@ -63,6 +63,20 @@ def test_timing_starts_no_compilation():
     assert [len(ids) for ids in sample.token_ids] == [6, 6]
 
 
+@pytest.mark.parametrize("kernels", ["auto", "xla"])
+def test_samples_of_a_prompt_share_its_prefill_and_change_no_token(kernels):
+    results = []
+    for slots_per_prompt in (1, 2):
+        options = DecodeOptions(**{**SMALL, "kernels": kernels}, samples_per_prompt=4, slots_per_prompt=slots_per_prompt)
+        workload = open_workload(options)
+        ours = OurDecoder(workload, 6, options)
+        results.append(ours.run(make_prompts(workload.config, 6, 8, seed=0, samples=4), 6).token_ids)
+        assert ours.slots.take_counters().num_prefills == 2
+        assert ours.engine.num_prompt_rows == 6 // slots_per_prompt
+    assert results[0] == results[1]
+    assert results[0][0] == results[0][3] != results[0][4]
+
+
 class _Fake:
     """A peer that is always right, twice as long, and gives up at the second batch."""
 
@@ -113,6 +127,7 @@ def test_peers_need_a_folder(tmp_path, monkeypatch):
         ({"batches": ()}, "bench decode has no batches; give at least one"),
         ({"batches": (4, 0)}, "bench decode: batches has 0; it must be at least 1"),
         ({"repeats": 0}, "bench decode: repeats has 0; it must be at least 1"),
+        ({"samples_per_prompt": 0}, "bench decode: samples_per_prompt has 0; it must be at least 1"),
         ({"new_tokens": 1}, "bench decode: new_tokens is 1; it must be at least 2"),
         ({"profile": True, "new_tokens": 9}, "set --new-tokens to at least 16"),
     ],

@@ -23,6 +23,12 @@ def test_prompts_are_distinct_and_of_known_plain_ids():
     assert prompts == make_prompts(SMALL, count=20, num_tokens=16, seed=0)
 
 
+def test_samples_of_a_prompt_follow_each_other():
+    prompts = make_prompts(SMALL, count=7, num_tokens=16, seed=0, samples=3)
+    assert [prompts.index(prompt) for prompt in prompts] == [0, 0, 0, 3, 3, 3, 6]
+    assert prompts[::3] == make_prompts(SMALL, count=3, num_tokens=16, seed=0)
+
+
 def test_a_shape_gets_random_weights_of_the_wanted_type(monkeypatch):
     monkeypatch.setitem(SHAPES, "small", SMALL)
     workload = open_workload(DecodeOptions(model="small", dtype="bfloat16"))
