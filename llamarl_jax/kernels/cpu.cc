@@ -159,14 +159,16 @@ inline void tile_outputs(const float* x, const float* w, float* y, int64_t in, i
   for (int64_t o = 0; o < outputs; ++o) tile<R, 1, 0>(x, w + o * in, y + o, in, stride, ahead);
 }
 
-// The next tile's weights lie right behind this one's, and each tile of rows fetches a P-th part of a row's length of them.
+// The weights of the next outputs lie right behind these. Each tile of rows fetches P rows of them, until they are there: what is fetched
+// further ahead takes the place of rows of x.
 template <int P> void product_ahead(const float* x, const float* w, float* y, int64_t rows, int64_t in, int64_t outputs, int64_t stride) {
   for (int64_t o = 0; o < outputs; o += kTileOutputs) {
     const int64_t n = std::min<int64_t>(kTileOutputs, outputs - o);
-    const float *weights = w + o * in, *ahead = weights + kTileOutputs * in;
+    const float *weights = w + o * in, *ahead = weights + kTileOutputs * in, *end = ahead + kTileOutputs * in;
     int64_t r = 0;
-    for (; r + kTileRows <= rows; r += kTileRows, ahead += P * in)
+    for (; r + kTileRows <= rows && ahead < end; r += kTileRows, ahead += P * in)
       tile_outputs<kTileRows, P>(x + r * in, weights, y + r * stride + o, in, n, stride, ahead);
+    for (; r + kTileRows <= rows; r += kTileRows) tile_outputs<kTileRows>(x + r * in, weights, y + r * stride + o, in, n, stride, ahead);
     const float* rest = x + r * in;
     float* out = y + r * stride + o;
     static_assert(kTileRows <= kMaxTileRows);
