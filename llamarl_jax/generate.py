@@ -39,7 +39,9 @@ def generate_text(
     sampling = sampling or SamplingConfig(temperature=0.0)
     policy = open_policy(model)
     ids = _encode(policy.tokenizer, prompt, is_raw)
-    config = EngineConfig(num_slots=num_samples, max_prompt_tokens=prompt_bucket(len(ids)), max_new_tokens=max_new_tokens)
+    config = EngineConfig(
+        num_slots=num_samples, slots_per_prompt=num_samples, max_prompt_tokens=prompt_bucket(len(ids)), max_new_tokens=max_new_tokens
+    )
     slots = open_decoder(policy, PlacementConfig(kind="shared"), config, seed)
     task = Prompt(prompt_id=0, token_ids=ids, text=prompt)
     slots.submit(

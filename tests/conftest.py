@@ -1,6 +1,7 @@
 """Every test process has eight virtual CPU devices and checks shapes at run time (jaxtyping + beartype).
 
-Compiled programs are kept for the length of the session: many tests start whole runs, which compile the same ones.
+Compiled programs are kept for the length of the session: many tests start whole runs, which compile the same ones. Where several processes
+share the tests (pytest -n), they share them too.
 """
 
 import os
@@ -12,8 +13,10 @@ import jax
 import jaxtyping
 
 jax.config.update("jax_num_cpu_devices", 8)
-_compiled = tempfile.TemporaryDirectory(prefix="llamarl_tests_")
-jax.config.update("jax_compilation_cache_dir", _compiled.name)
+if "LLAMARL_TESTS_COMPILED" not in os.environ:
+    _compiled = tempfile.TemporaryDirectory(prefix="llamarl_tests_")
+    os.environ["LLAMARL_TESTS_COMPILED"] = _compiled.name
+jax.config.update("jax_compilation_cache_dir", os.environ["LLAMARL_TESTS_COMPILED"])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 

@@ -42,9 +42,9 @@ class Seats:
         self._rows = [_descending(self._rows_per_replica, replica) for replica in range(num_replicas)]
 
     @property
-    def num_free_slots(self) -> int:
-        """Slots without a completion, whether or not there is a row for another prompt."""
-        return sum(map(len, self._slots))
+    def num_vacant(self) -> int:
+        """Seats that completions of other prompts could take."""
+        return sum(min(len(slots), len(rows) * self._most_members) for slots, rows in zip(self._slots, self._rows, strict=True))
 
     def take(self, rows: list[PromptRow]) -> Seat | None:
         """Returns a seat for one more completion of a prompt, or None if there is none.

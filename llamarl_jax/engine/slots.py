@@ -213,8 +213,8 @@ class SlotScheduler:
 
     @property
     def num_vacancies(self) -> int:
-        """Slots that the queue does not fill yet; 0 or less means that new requests would wait."""
-        return self._seats.num_free_slots - len(self._queue)
+        """Seats for other prompts that the queue does not fill yet; 0 or less means that new requests would wait."""
+        return self._seats.num_vacant - len(self._queue)
 
     def submit(self, requests: Sequence[CompletionRequest]) -> None:
         """Queues completions; those of one prompt should come together so that they share its prefill."""

@@ -57,8 +57,13 @@ class SeatsMachine(RuleBasedStateMachine):
         assert all(sum(s.row.number == row for _, s in self.taken) <= self.most_members for row in prompts_of_row)
 
     @invariant()
-    def free_slots_are_counted(self):
-        assert self.seats.num_free_slots == self.slots * self.num_replicas - len(self.taken)
+    def vacancies_are_what_other_prompts_could_take(self):
+        rows = self.rows_in_use()
+        free = [
+            (self.slots - sum(s.row.replica == r for _, s in self.taken), self.rows - sum(row.replica == r for row in rows.values()))
+            for r in range(self.num_replicas)
+        ]
+        assert self.seats.num_vacant == sum(min(slots, rows * self.most_members) for slots, rows in free)
 
 
 TestSeats = SeatsMachine.TestCase
