@@ -10,6 +10,7 @@ sharding the engine's spec gives the weights (float8 kernels with scales, fused 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -37,6 +38,7 @@ def compile_decode(
     target: Target = H100,
     data: int = 1,
     tensor: int = 1,
+    devices: Sequence[Any] | None = None,
     is_truncated: bool = False,
     products: Products = "cublas",
     name: str = "decode",
@@ -47,6 +49,7 @@ def compile_decode(
     Args:
         data: replicas, over which slots are split.
         tensor: tensor-parallel devices.
+        devices: real cards to compile for, whose name and memory `target` states; None takes cards of this kind that are not there.
         is_truncated: whether some slot samples from a truncated distribution.
         products: library that gets all matrix products, see `llamarl_jax.aot.compiler`.
         name: heads the report.
@@ -56,7 +59,7 @@ def compile_decode(
         AotUnavailableError: the CUDA plugin is missing or cannot be loaded.
         ValueError: the engine's config does not go with the mesh, see `DecodeEngine`.
     """
-    mesh = _mesh(target, data, tensor)
+    mesh = _mesh(target, data, tensor, devices)
     started = time.perf_counter()
     lowered = lower_decode(model, engine, mesh, is_truncated=is_truncated)
     return _report(lowered, mesh, target, started, products, name, engine.decode_steps_per_call, least_bytes)
@@ -123,8 +126,9 @@ def lower_prefill(model: ModelConfig, engine: EngineConfig, mesh: Mesh, *, num_r
         return decoder._prefill_next.lower(params, cache, token_ids, jax.ShapeDtypeStruct((), jnp.int32))
 
 
-def _mesh(target: Target, data: int, tensor: int) -> Mesh:
-    devices = topology(target, hosts=-(-data * tensor // GPUS_PER_HOST), gpus_per_host=GPUS_PER_HOST)
+def _mesh(target: Target, data: int, tensor: int, devices: Sequence[Any] | None = None) -> Mesh:
+    if devices is None:
+        devices = topology(target, hosts=-(-data * tensor // GPUS_PER_HOST), gpus_per_host=GPUS_PER_HOST)
     return build_mesh(devices[: data * tensor], {"data": data, "tensor": tensor})
 
 

@@ -35,8 +35,8 @@ def attend(
 
 def attend_cache(queries: Float[Array, "B T H Q"], cache: LayerCache, mask: Bool[Array, "B #T C"]) -> Float[Array, "B T H Q"]:
     """Does what `attend` does with a cache; the scales of a float8 or int8 one are applied to the scores and the weights."""
-    weights = jax.nn.softmax(_scores(queries, cache, mask), axis=-1)
-    return _mix(weights, cache, queries.dtype).astype(queries.dtype)
+    weights = _scaled(jax.nn.softmax(_scores(queries, cache, mask), axis=-1), cache)
+    return _mix(weights.astype(queries.dtype), cache.values.astype(queries.dtype))
 
 
 def attend_part(
@@ -45,7 +45,8 @@ def attend_part(
     """Returns the mixed values of one part, in float32, and its lse."""
     scores = _scores(queries, cache, mask)
     lse = jax.nn.logsumexp(scores, axis=-1)
-    mixed = _mix(jnp.exp(scores - lse[..., None]), cache, queries.dtype)
+    weights = _scaled(jnp.exp(scores - lse[..., None]), cache)
+    mixed = _mix_to_float32(weights.astype(queries.dtype), cache.values.astype(queries.dtype))
     return mixed, jnp.moveaxis(lse, 3, 1).reshape(mixed.shape[:3])
 
 
@@ -73,8 +74,18 @@ def _scores(queries: Float[Array, "B T H Q"], cache: LayerCache, mask: Bool[Arra
     return jnp.where(mask[:, None, None], scores, MASKED_SCORE)
 
 
-def _mix(weights: Float[Array, "B K G T C"], cache: LayerCache, dtype: Any) -> Float[Array, "B T H Q"]:
-    if cache.value_scales is not None:
-        weights = weights * cache.value_scales[:, :, None, None, :]
-    mixed = jnp.einsum("bkgtc,bkcq->btkgq", weights.astype(dtype), cache.values.astype(dtype), preferred_element_type=jnp.float32)
+def _scaled(weights: Float[Array, "B K G T C"], cache: LayerCache) -> Float[Array, "B K G T C"]:
+    return weights if cache.value_scales is None else weights * cache.value_scales[:, :, None, None, :]
+
+
+def _mix(weights: Float[Array, "B K G T C"], values: Float[Array, "B K C Q"], dtype: Any = None) -> Float[Array, "B T H Q"]:
+    mixed = jnp.einsum("bkgtc,bkcq->btkgq", weights, values, preferred_element_type=dtype)
     return mixed.reshape(*mixed.shape[:2], -1, mixed.shape[-1])
+
+
+def _mix_to_float32(weights: Float[Array, "B K G T C"], values: Float[Array, "B K C Q"]) -> Float[Array, "B T H Q"]:
+    def on_cpu(weights: Array, values: Array) -> Array:
+        # XLA for CPUs has no such product of bfloat16 with a float32 result: it fails when it runs.
+        return _mix(weights.astype(jnp.float32), values.astype(jnp.float32))
+
+    return jax.lax.platform_dependent(weights, values, cpu=on_cpu, default=lambda w, v: _mix(w, v, jnp.float32))

@@ -227,6 +227,16 @@ def test_cache_is_split_over_slots_and_heads():
     assert shared.addressable_shards[0].data.shape == (1, 1, *shared.shape[2:])
 
 
+@pytest.mark.parametrize("slots_per_prompt", [1, 2])
+def test_bfloat16_stays_close_to_the_trainers_full_forward(params, slots_per_prompt):
+    engine = make_engine(dtype="bfloat16", slots_per_prompt=slots_per_prompt)
+    prompts = make_prompts([1, 2, 15, 16, 17, 24])
+    slots = SlotScheduler(engine, jax.tree.map(lambda x: x.astype(jnp.bfloat16), place(engine, unstack(params))), 3)
+    slots.submit(requests(prompts, 3))
+    gaps = [np.abs(c.behaviour_logprobs - trainer_logprobs(params, prompts[t // 3], c, 1.0)) for t, c in run_to_end(slots).items()]
+    assert 1e-4 < np.concatenate(gaps).mean() < 0.1
+
+
 @pytest.mark.parametrize(("kv_dtype", "mean_gap"), [("int8", 0.02), ("float8_e4m3fn", 0.1)])
 @pytest.mark.parametrize(("data", "tensor"), [(1, 1), (2, 2)])
 def test_a_small_kv_cache_stays_close_to_the_trainers_full_forward(params, kv_dtype, mean_gap, data, tensor):

@@ -40,6 +40,12 @@ def test_scanned_and_listed_layers_agree(params):
     np.testing.assert_allclose(_logits(STACKED, params, ids), _logits(LISTED, unstack(params), ids), atol=1e-4)
 
 
+def test_bfloat16_is_close_to_float32(params):
+    ids = _ids()
+    exact, rounded = _logits(STACKED, params, ids), _logits(STACKED, params, ids, dtype=jnp.bfloat16)
+    assert 1e-4 < float(jnp.abs(exact - rounded).mean()) < 0.05 * float(jnp.std(exact))
+
+
 def test_decoding_token_by_token_equals_the_full_forward(params):
     ids = _ids()
     full = _logits(STACKED, params, ids)
