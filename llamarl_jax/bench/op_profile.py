@@ -4,16 +4,18 @@ A trace names compiled operations only (`ynn_fusion.17`). The compiled programs 
 are listed by content: opcode, what is fused into it, result shape, and the named scopes of the source. The layers of a model then
 fall together, and `calls` is how often such an operation runs in a step.
 
-Durations are of the operation itself; one that hands its work to other threads ends where its last piece does. Operations may overlap, and
-what lies between them (dispatch, waiting) belongs to none, so the shares need not sum to 1; the entry `(between operations)` is
-the part of the trace's span in which none ran.
+An operation that hands its work to other threads ends where its last piece does. Where several run, the time is that of the one which
+began last: on CPU the thread that ends an operation may go on with what comes next before the trace says that the first has ended. What
+lies between operations (dispatch, waiting) is the entry `(between operations)`, so the shares sum to 1.
 """
 
 from __future__ import annotations
 
 import collections
+import heapq
+import itertools
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,25 +77,33 @@ def summarise(intervals: Iterable[Interval], instructions: dict[tuple[str, str],
     first, last = min(i.start for i in leaves), max(i.end for i in leaves)
     seconds: dict[str, float] = collections.defaultdict(float)
     calls: collections.Counter[str] = collections.Counter()
-    for interval in leaves:
+    for interval, duration in zip(leaves, exclusive_durations(leaves), strict=True):
         known = instructions.get((interval.module, interval.name))
         label = known.label if known else interval.name
-        seconds[label] += interval.end - interval.start
+        seconds[label] += duration
         calls[label] += 1
-    seconds[BETWEEN] = (last - first) - covered(leaves)
+    seconds[BETWEEN] = (last - first) - sum(seconds.values())
     return [
         {"name": name, "step_ms": ns / 1e6 / num_steps, "share": ns / (last - first), "calls": calls[name] / num_steps}
         for name, ns in sorted(seconds.items(), key=lambda item: -item[1])
     ]
 
 
-def covered(intervals: Iterable[Interval]) -> float:
-    """Returns the length of the union of intervals."""
-    total, reach = 0.0, float("-inf")
-    for interval in sorted(intervals, key=lambda i: i.start):
-        total += max(0.0, interval.end - max(interval.start, reach))
-        reach = max(reach, interval.end)
-    return total
+def exclusive_durations(intervals: Sequence[Interval]) -> list[float]:
+    """Returns how long each interval lasts while none that began later does; they sum to the length of the union."""
+    durations = [0.0] * len(intervals)
+    waiting = sorted(range(len(intervals)), key=lambda i: -intervals[i].start)
+    active: list[tuple[float, int]] = []  # a heap, the one that began last first
+    times = sorted({time for interval in intervals for time in (interval.start, interval.end)})
+    for now, then in itertools.pairwise(times):
+        while waiting and intervals[waiting[-1]].start <= now:
+            number = waiting.pop()
+            heapq.heappush(active, (-intervals[number].start, number))
+        while active and intervals[active[0][1]].end <= now:
+            heapq.heappop(active)
+        if active:
+            durations[active[0][1]] += then - now
+    return durations
 
 
 def instructions_of(intervals: Iterable[Interval]) -> dict[tuple[str, str], Instruction]:

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import pytest
 
 from llamarl_jax.bench.hlo_text import Instruction
-from llamarl_jax.bench.op_profile import BETWEEN, Interval, covered, profile_ops, summarise
+from llamarl_jax.bench.op_profile import BETWEEN, Interval, exclusive_durations, profile_ops, summarise
 
 NUM_STEPS = 4
 
@@ -50,5 +50,9 @@ def test_executions_are_added_up_by_content_and_containers_left_out():
     assert summarise([], {}, 1) == []
 
 
-def test_overlaps_count_once():
-    assert covered([Interval("m", "a", 0, 10), Interval("m", "b", 5, 12), Interval("m", "c", 6, 7), Interval("m", "d", 20, 21)]) == 13
+def test_time_in_which_several_run_is_that_of_the_one_which_began_last():
+    intervals = [Interval("m", "a", 0, 10), Interval("m", "b", 5, 12), Interval("m", "c", 6, 7), Interval("m", "d", 20, 21)]
+    assert exclusive_durations(intervals) == [5, 6, 1, 1]
+    nested = [Interval("m", "outer", 0, 10), Interval("m", "inner", 2, 9), Interval("m", "empty", 3, 3)]
+    assert exclusive_durations(nested) == [3, 7, 0]
+    assert exclusive_durations([]) == []
