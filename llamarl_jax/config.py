@@ -114,3 +114,8 @@ def check_config(config: Config) -> None:
             f"engine.num_slots = {config.engine.num_slots} cannot be split over generator_data = {config.placement.generator_data} "
             f"replicas; choose a multiple of {config.placement.generator_data}"
         )
+    if config.engine.slots_per_prompt > config.schedule.group_size:
+        raise ValueError(
+            f"engine.slots_per_prompt = {config.engine.slots_per_prompt} leaves slots that nothing can fill, because a prompt has only "
+            f"schedule.group_size = {config.schedule.group_size} completions; choose a quarter of that, or 1"
+        )

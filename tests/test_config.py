@@ -20,6 +20,8 @@ def test_contradictions_name_both_sides_and_a_fix(tmp_path):
         tiny_config(tmp_path, placement={"trainer_fsdp": 3})
     with pytest.raises(ValueError, match=r"engine.num_slots = 8 cannot be split"):
         tiny_config(tmp_path, placement={"generator_data": 3})
+    with pytest.raises(ValueError, match=r"engine.slots_per_prompt = 8 leaves slots .* schedule.group_size = 4 completions"):
+        tiny_config(tmp_path, engine={"slots_per_prompt": 8})
     with pytest.raises(ValueError, match=r"generator.temperature is 0"):
         GeneratorConfig(temperature=0)
     assert base.row_length == 32

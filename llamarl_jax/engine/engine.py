@@ -59,8 +59,8 @@ class EngineConfig:
     """Completions decoded at once, a multiple of the generator mesh's data axis; `auto` takes as many as fit the memory."""
     slots_per_prompt: int = 1
     """Slots for each prompt that can be decoded at once. With n, the keys and values of a prompt are kept and read once for up to 4n
-    completions; their memory falls by n, and no more than num_slots / n prompts run together. A prompt runs until the last of its
-    completions ends, so a quarter of schedule.group_size leaves room for that. 1: every completion has a copy of its prompt."""
+    completions; their memory falls by n, and no more than num_slots / n prompts run together, in evaluation too. A prompt runs until the
+    last of its completions ends, so a quarter of schedule.group_size leaves room for that. 1: every completion has a copy of its prompt."""
     max_prompt_tokens: int = 512
     """Longest prompt; longer ones are counted and skipped."""
     max_new_tokens: int = 512

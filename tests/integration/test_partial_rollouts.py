@@ -117,8 +117,10 @@ def test_a_run_does_not_depend_on_how_fast_rewards_or_trainer_are(tmp_path, whol
         (2, 1, {}),
         (2, 1, {"generator": GeneratorConfig(kv_after_update="recompute")}),
         (3, 1, {"engine": {"dispatch_ahead": 1, "prefill_chunk_tokens": 16}}),
+        (2, 1, {"engine": {"slots_per_prompt": 2}}),
+        (1, 1, {"engine": {"slots_per_prompt": 4}, "generator": GeneratorConfig(kv_after_update="recompute")}),
     ],
-    ids=["whole rounds", "C = S, drops", "kv kept", "kv recomputed", "lag 2, calls ahead"],
+    ids=["whole rounds", "C = S, drops", "kv kept", "kv recomputed", "lag 2, calls ahead", "shared prompts", "shared prompts recomputed"],
 )
 def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, staleness, carried, changes):
     """With partial rollouts both runs must write checkpoints, as KV caches are computed again there."""
@@ -130,6 +132,17 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, staleness, carried
     assert_same_weights(resumed.weights, whole.weights)
     if carried:
         assert any(row["generator/num_carried"] for row in whole.rows)
+
+
+def test_sharing_prompts_changes_no_token_that_the_first_weights_sample(tmp_path):
+    alone, shared = (run(config_of(tmp_path / str(n), 1, 0, engine={"slots_per_prompt": n})) for n in (1, 4))
+    for (_, groups), (_, others) in zip(alone.batches[:2], shared.batches[:2], strict=True):
+        for group, other in zip(groups, others, strict=True):
+            for one, two in zip(group.trajectories, other.trajectories, strict=True):
+                assert one.completion.token_ids.tolist() == two.completion.token_ids.tolist()
+                np.testing.assert_allclose(one.completion.behaviour_logprobs, two.completion.behaviour_logprobs, atol=1e-5)
+    assert alone.rows[0]["trainer/loss"] == pytest.approx(shared.rows[0]["trainer/loss"], abs=1e-5)
+    assert len(shared.batches) == NUM_STEPS
 
 
 def test_the_last_checkpoint_holds_nothing_unfinished_and_can_be_gone_on_from(tmp_path):
