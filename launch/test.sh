@@ -54,11 +54,13 @@ else
 fi
 
 check "JAX's compiler for NVIDIA GPUs" install_gpu_compiler
+# Two processes need about 8 GB; more than four would wait for each other's virtual devices.
+processes="$("$VENV/bin/python" -c 'import os; print(min(os.cpu_count() or 1, 4))')"
 if [ "$#" -gt 0 ]; then
   PYTHONPATH="$PLUGIN" check "pytest" python -m pytest -m "not gpu and not multihost and not aot_large" "$@"
 else
   rm -rf build/coverage
-  check "pytest" coverage run -m pytest -m "not gpu and not multihost and not aot"
+  check "pytest" coverage run -m pytest -n "$processes" --dist worksteal -m "not gpu and not multihost and not aot"
   check "coverage: every raise is executed by a test" list_unexecuted_raises
   PYTHONPATH="$PLUGIN" check "pytest: programs for NVIDIA GPUs" python -m pytest -m "aot and not aot_large" tests/aot
 fi

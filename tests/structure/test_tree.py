@@ -60,7 +60,7 @@ def test_locks_pin_by_hash_and_name_no_index():
 
 def test_every_test_file_has_its_module():
     """A test folder or file names the module that it tests; a few test the whole instead."""
-    whole = {"structure", "integration", "notebooks", "launch"}
+    whole = {"structure", "integration", "notebooks", "launch", "gpu"}
     orphans = []
     for path in (ROOT / "tests").rglob("test_*.py"):
         relative = path.relative_to(ROOT / "tests")
