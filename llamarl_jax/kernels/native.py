@@ -20,14 +20,12 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import jaxlib
 from jaxtyping import Array, Float, Int
-
-from llamarl_jax.models.prompt_index import PromptIndex
 
 Kernels = Literal["xla", "native"]
 """Who computes a decode step's products and attention: XLA, or the kernels here."""
@@ -90,7 +88,7 @@ def decode_attention(
     positions: Int[Array, " S"],
     prompt_keys: Float[Array, "R K P Q"],
     prompt_values: Float[Array, "R K P Q"],
-    index: PromptIndex,
+    index: Any,
 ) -> tuple[Float[Array, "S H Q"], Float[Array, "S K C Q"], Float[Array, "S K C Q"]]:
     """Stores one token of each slot and attends to its prompt and to its own tokens up to that one.
 
