@@ -20,17 +20,15 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import jaxlib
 from jaxtyping import Array, Float, Int
 
-from llamarl_jax.models.prompt_index import PromptIndex
-
-Kernels = Literal["xla", "native"]
-"""Who computes a decode step's products and attention: XLA, or the kernels here."""
+if TYPE_CHECKING:
+    from llamarl_jax.models.prompt_index import PromptIndex
 
 SOURCE = Path(__file__).with_name("cpu.cc")
 COMPILERS = ("c++", "g++", "clang++")
