@@ -512,7 +512,10 @@ def choose_kernels(config: EngineConfig, mesh: Mesh) -> Kernels:
         "native": lambda: _native_obstacle(config, mesh),
     }
     if config.kernels == "auto":
-        return next((kernels for kernels, find_obstacle in obstacles.items() if find_obstacle() is None), "xla")
+        for kernels, find_obstacle in obstacles.items():
+            if find_obstacle() is None:
+                return kernels
+        return "xla"
     if obstacle := obstacles[config.kernels]():
         raise ValueError(f"engine.kernels is {config.kernels!r}, but {obstacle}; or choose 'auto', which takes what the mesh can have")
     return config.kernels
