@@ -99,6 +99,7 @@ def decode_attention_part(
     return mapped(queries, cache, lengths)
 
 
+@partial(jax.jit, static_argnames="is_interpreted")  # traced once for all layers, not once for each
 def _attend_on_device(
     queries: Float[Array, "B T H Q"], cache: LayerCache, lengths: Int[Array, " B"], *, is_interpreted: bool
 ) -> tuple[Float[Array, "B T H Q"], Float[Array, "B T H"]]:
