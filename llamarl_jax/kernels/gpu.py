@@ -17,6 +17,10 @@ shapes alone; how many tiles each of them gets, from the row's length.
 
 Over a mesh every device attends with the rows and heads that it has, and nothing is sent.
 
+JAX deprecates Triton below Pallas since 0.11 in favour of Mosaic GPU, which needs a Hopper card and tiles of 64 queries. As long as it is
+there (0.12.0 has it, and warns) it also serves Ampere, and a decode step's few queries; with a JAX that has left it out, `find_obstacle`
+says so and the decoder uses XLA's attention.
+
 Dimensions: B rows, T query tokens, H query heads, K key-value heads, C cached positions, Q head dim, N = T·H / K queries of one key-value
 head, P parts of a row's tiles.
 """
@@ -239,7 +243,7 @@ def _join(mixed: Float[Array, "B K P N Q"], lse: Float[Array, "B K P N"]) -> tup
 
 
 def _triton() -> Any:
-    """Returns Pallas' module for Triton, imported at first use: JAX deprecates it from 0.11 on and warns when it is imported."""
+    """Returns Pallas' module for Triton, imported at first use, because a later JAX will not have it."""
     from jax.experimental.pallas import triton
 
     return triton

@@ -1,6 +1,5 @@
-"""The GPU's attention kernel, run step by step with XLA's operations, against the implementation for every device."""
+"""Attention to one cache: XLA's, and the GPU's kernel run step by step with XLA's operations, against the same sums."""
 
-import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,85 +13,70 @@ from llamarl_jax.kernels import gpu
 from llamarl_jax.kernels.gpu import count_parts, tile_length
 from llamarl_jax.meshes import build_mesh, named_sharding
 from llamarl_jax.models.attention import MASKED_SCORE, attend_part, attend_prompt_and_own, part_of
-from llamarl_jax.models.kv_cache import CACHE_AXES, CacheType, LayerCache, init_cache, write
+from llamarl_jax.models.kv_cache import CACHE_AXES
 from llamarl_jax.models.prompt_index import index_prompts
-from tests.engine.tiny_engine import CONFIG
+from tests.kernels.parts import SHAPES, check, make_cache, normal
 
 interpreted = jax.jit(part_of("pallas_interpreted"))
 
 
-def normal(seed: int, *shape: int, dtype: Any = jnp.float32) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+@pytest.fixture(params=["xla", "pallas_interpreted"])
+def part(request) -> dict[str, Any]:
+    """An implementation; XLA's multiplies what nobody sees by 0."""
+    return {"attend": jax.jit(part_of(request.param)), "is_poisoned": request.param != "xla"}
 
 
-def make_cache(rows: int, heads: int, length: int, dim: int, dtype: CacheType, seed: int = 1) -> LayerCache:
-    """A full cache, written as the decoder does it."""
-    (empty,) = init_cache(dataclasses.replace(CONFIG, num_heads=heads, num_kv_heads=heads, head_dim=dim, num_layers=1), rows, length, dtype)
-    keys, values = (normal(seed + i, rows, length, heads, dim) for i in range(2))
-    return write(empty, keys, values, jnp.zeros(rows, jnp.int32))
-
-
-def poisoned(cache: LayerCache, lengths: jax.Array) -> LayerCache:
-    """What lies behind the lengths belongs to nobody: NaN, and the largest number of an int8 cache."""
-    is_seen = jnp.arange(cache.keys.shape[2]) < lengths[:, None, None]
-
-    def poison(x: jax.Array) -> jax.Array:
-        bad = jnp.asarray(127 if x.dtype == jnp.int8 else jnp.nan, x.dtype)
-        return jnp.where(is_seen if x.ndim == 3 else is_seen[..., None], x, bad)
-
-    return jax.tree.map(poison, cache)
-
-
-def check(queries: jax.Array, cache: LayerCache, lengths: jax.Array, tolerance: float) -> None:
-    mixed, lse = interpreted(queries, poisoned(cache, lengths), lengths)
-    assert (mixed.dtype, lse.dtype) == (jnp.float32, jnp.float32)
-    expected, expected_lse = attend_part(queries, cache, lengths)
-    is_seen = np.asarray(lengths) > 0
-    np.testing.assert_allclose(np.asarray(mixed)[is_seen], np.asarray(expected)[is_seen], rtol=tolerance, atol=tolerance)
-    np.testing.assert_allclose(np.asarray(lse)[is_seen], np.asarray(expected_lse)[is_seen], rtol=1e-5, atol=1e-5)
-    assert not np.asarray(mixed)[~is_seen].any()
-    assert (np.asarray(lse)[~is_seen] == np.float32(MASKED_SCORE)).all()
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "tokens", "dim", "length"), [
-    (8, 2, 1, 64, 300),
-    (9, 3, 1, 64, 16),
-    (4, 4, 3, 80, 128),
-    (8, 1, 2, 96, 80),
-    (4, 2, 1, 128, 256),
-    (4, 2, 5, 12, 48),
-    (7, 1, 40, 16, 64),
-])  # fmt: skip
-def test_equals_the_attention_of_the_model(heads, kv_heads, tokens, dim, length):
-    """Lengths of nothing, one position, either side of a tile's edge, and all; grouped and single heads; several blocks of queries."""
+@pytest.mark.parametrize(("heads", "kv_heads", "tokens", "dim", "length"), SHAPES)
+def test_shapes(part, heads, kv_heads, tokens, dim, length):
+    """Lengths of nothing, one position, either side of a tile's edge, and all."""
     tile = tile_length(max(16, 1 << (dim - 1).bit_length()), length, jnp.float32)
-    lengths = jnp.asarray(sorted({0, 1, tile - 1, tile, min(tile + 1, length), length - 1, length}), jnp.int32)
+    lengths = sorted({0, 1, tile - 1, tile, min(tile + 1, length), length - 1, length})
     queries = normal(0, len(lengths), tokens, heads, dim)
-    check(queries, make_cache(len(lengths), kv_heads, length, dim, "float32"), lengths, 3e-6)
+    check(**part, queries=queries, cache=make_cache(len(lengths), kv_heads, length, dim, "float32"), lengths=lengths)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("cache_dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8"])
-@pytest.mark.parametrize("tokens", [1, 3])
-def test_types(dtype, cache_dtype, tokens):
-    """In bfloat16 weights are rounded before they are divided by their sum, there after it: two units in the last of 8 bits."""
-    lengths = jnp.asarray([0, 5, 64, 77], jnp.int32)
-    queries = normal(0, 4, tokens, 4, 32, dtype=dtype)
-    tolerance = 2**-7 if dtype == "bfloat16" else 3e-6
-    check(queries, make_cache(4, 2, 96, 32, cache_dtype), lengths, tolerance)
+def test_types(part, dtype, cache_dtype):
+    queries = normal(0, 4, 3, 4, 32, dtype=dtype)
+    check(**part, queries=queries, cache=make_cache(4, 2, 96, 32, cache_dtype), lengths=[0, 5, 64, 77])
 
 
-@pytest.mark.parametrize("lengths", [[0], [1], [63], [64], [65], [257], [511], [1024]])
-def test_the_tiles_of_a_single_row_are_shared_out(lengths):
-    """Eight programs and less; with few tiles some of them have none."""
-    queries, cache = normal(0, 1, 1, 4, 128), make_cache(1, 2, 1024, 128, "float32")
+@pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 257, 1024])
+def test_the_tiles_of_a_single_row_are_shared_out(part, length):
+    """Eight programs for each head; with few tiles some of them have none."""
     assert count_parts(2, 1024, tile_length(128, 1024, jnp.float32)) == 8
-    check(queries, cache, jnp.asarray(lengths, jnp.int32), 3e-6)
+    check(**part, queries=normal(0, 1, 1, 4, 128), cache=make_cache(1, 2, 1024, 128, "float32"), lengths=[length])
 
 
 @pytest.mark.parametrize("factor", [1e-30, 30.0, 1e4])
-def test_scores_of_any_size(factor):
-    check(normal(0, 2, 1, 4, 16) * factor, make_cache(2, 2, 64, 16, "float32"), jnp.asarray([64, 33], jnp.int32), 3e-5)
+def test_scores_of_any_size(part, factor):
+    cache = make_cache(2, 2, 64, 16, "float32")
+    check(**part, queries=normal(0, 2, 1, 4, 16) * factor, cache=cache, lengths=[64, 33], tolerance=3e-5)
+
+
+def test_a_row_of_no_length_gets_zeros():
+    mixed, lse = interpreted(normal(0, 2, 2, 4, 128), make_cache(2, 2, 512, 128, "float32"), jnp.zeros(2, jnp.int32))
+    assert not np.asarray(mixed).any()
+    assert (np.asarray(lse) == np.float32(MASKED_SCORE)).all()
+
+
+def test_no_tile_behind_the_length_is_read(monkeypatch):
+    """What is not masked cannot be seen by its result, so the tiles are counted as the kernel turns."""
+    turns = []
+
+    def fori_loop(first: Any, last: Any, turn: Any, carry: Any) -> Any:
+        jax.debug.callback(lambda first, last: turns.append(max(0, int(last - first))), first, last)
+        return original(first, last, turn, carry)
+
+    original = jax.lax.fori_loop
+    monkeypatch.setattr(gpu.jax.lax, "fori_loop", fori_loop)
+    gpu._attend_on_device.clear_cache()
+    queries, cache = normal(0, 4, 1, 2, 128), make_cache(4, 2, 1024, 128, "float32")
+    jax.block_until_ready(part_of("pallas_interpreted")(queries, cache, jnp.array([0, 1, 65, 1024])))
+    jax.effects_barrier()
+    gpu._attend_on_device.clear_cache()
+    assert sum(turns) == 2 * (0 + 1 + 3 + 32)
 
 
 def test_a_length_beyond_the_cache_counts_as_all_of_it():
