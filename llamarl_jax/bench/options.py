@@ -29,8 +29,8 @@ class DecodeOptions:
     """Type of weights, activations and KV cache."""
     quantization: Literal["none", "w8a16", "w8a8"] = "none"
     """float8 weights, alone or with float8 activations, as `engine.quantization.mode` of a config."""
-    kernels: Literal["auto", "xla", "native"] = "auto"
-    """Who computes a step's products and attention on CPU, as `engine.kernels` of a config."""
+    kernels: Literal["auto", "xla", "native", "pallas"] = "auto"
+    """Who computes a step's products and attention, as `engine.kernels` of a config."""
     repeats: int = 3
     """Timed runs of each batch after one that compiles; medians are reported."""
     decode_steps_per_call: int = 8

@@ -20,7 +20,7 @@ Dimensions: S slots, N steps of a call, B prompts of a prefill, T prompt tokens,
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -33,8 +33,8 @@ from jaxtyping import Array, Int
 
 from llamarl_jax.engine.api import DecodeState, Prefix, ResultTokens, SlotRequest
 from llamarl_jax.engine.sampling import SamplingArrays, completion_key, sample, token_uniforms
-from llamarl_jax.kernels import native
-from llamarl_jax.kernels.native import Kernels
+from llamarl_jax.kernels import gpu, native
+from llamarl_jax.kernels.common import Kernels
 from llamarl_jax.meshes import named_sharding, replicated
 from llamarl_jax.models.kv_cache import CACHE_AXES, CacheType, KVCache, LayerCache, cache_length, has_scales, init_cache, resize
 from llamarl_jax.models.prompt_index import index_prompts
@@ -78,9 +78,10 @@ class EngineConfig:
     """Type of the KV cache: that of the activations, or a quarter (half) of it with one scale for each token and head."""
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     """float8 weights."""
-    kernels: Literal["auto", "xla", "native"] = "auto"
-    """Who computes a decode step's products and attention on one CPU device in float32: kernels of our own, compiled at first use, or
-    XLA. `auto` takes our own where there is a C++ compiler. On all other devices it is XLA."""
+    kernels: Literal["auto", "xla", "native", "pallas"] = "auto"
+    """Who computes a decode step: XLA; on one CPU device in float32 kernels of our own in C++, compiled at first use (`native`); on NVIDIA
+    GPUs a kernel of our own for attention, which reads no more of the caches than the slots have used (`pallas`). `auto` takes our own
+    where the mesh can have them, and `native` only where there is a C++ compiler."""
     stop_texts: tuple[str, ...] = ()
     """Texts of one token each that end a completion besides the model's end-of-sequence ids, such as a newline for plain prompts."""
 
@@ -173,17 +174,28 @@ class PackedResult:
 class DecodeEngine:
     """Implements `llamarl_jax.engine.api.Engine` for one transformer on one mesh (data × tensor)."""
 
-    def __init__(self, spec: TransformerSpec, mesh: Mesh, config: EngineConfig, *, eos_token_ids: Sequence[int], seed: int) -> None:
+    def __init__(
+        self,
+        spec: TransformerSpec,
+        mesh: Mesh,
+        config: EngineConfig,
+        *,
+        eos_token_ids: Sequence[int],
+        seed: int,
+        kernels: Kernels | None = None,
+    ) -> None:
         """Builds the jitted functions; compiles and allocates nothing.
 
         Args:
             spec: the list form of the transformer.
             eos_token_ids: every id that ends a completion; may be empty.
             seed: start of all random streams.
+            kernels: who computes the decode step, whatever the config and the mesh say; None lets `choose_kernels` decide. Tests run a
+                GPU's kernel on CPUs with "pallas_interpreted".
 
         Raises:
-            ValueError: the slots cannot be split over the data axis, their number is not resolved, or native kernels are asked for that
-                this machine or mesh cannot have.
+            ValueError: the slots cannot be split over the data axis, their number is not resolved, or kernels are asked for that this
+                machine or mesh cannot have.
         """
         if config.num_slots == "auto":
             raise ValueError("engine.num_slots is 'auto'; llamarl_jax.engine.memory.resolve_slots makes it a number")
@@ -192,8 +204,8 @@ class DecodeEngine:
                 f"engine.num_slots = {config.num_slots} cannot be split over {mesh.shape['data']} replicas of the generator mesh; "
                 f"choose a multiple of {mesh.shape['data']}"
             )
-        self.kernels = choose_kernels(config, mesh)
-        if self.kernels == "native":
+        self.kernels = kernels or choose_kernels(config, mesh)
+        if self.kernels != "xla":
             spec = TransformerSpec.build(spec.config, is_scanned=False, quantization=spec.quantization, kernels=self.kernels)
         self.spec, self.mesh, self.config, self.seed = spec, mesh, config, seed
         self.num_slots, self.num_steps_per_call = config.num_slots, config.decode_steps_per_call
@@ -491,25 +503,35 @@ def choose_kernels(config: EngineConfig, mesh: Mesh) -> Kernels:
     """Returns who computes the decode step on this mesh.
 
     Raises:
-        ValueError: `engine.kernels` is "native" and that cannot be.
+        ValueError: `engine.kernels` names kernels that this mesh or machine cannot have.
     """
     if config.kernels == "xla":
         return "xla"
+    obstacles: dict[Kernels, Callable[[], str | None]] = {
+        "pallas": lambda: gpu.find_obstacle(list(mesh.devices.flat), config.cache_dtype),
+        "native": lambda: _native_obstacle(config, mesh),
+    }
+    if config.kernels == "auto":
+        for kernels, find_obstacle in obstacles.items():
+            if find_obstacle() is None:
+                return kernels
+        return "xla"
+    if obstacle := obstacles[config.kernels]():
+        raise ValueError(f"engine.kernels is {config.kernels!r}, but {obstacle}; or choose 'auto', which takes what the mesh can have")
+    return config.kernels
+
+
+def _native_obstacle(config: EngineConfig, mesh: Mesh) -> str | None:
+    """Returns why the kernels for CPUs cannot be had; says so in the log where nobody asked for them and only a compiler is missing."""
     devices = {device.platform for device in mesh.devices.flat}
-    obstacle = None
     if devices != {"cpu"} or mesh.size > 1:
-        obstacle = f"they run on a single CPU device, and the generator mesh is {mesh.size} × {'/'.join(sorted(devices))}"
-    elif config.dtype != "float32":
-        obstacle = f"they compute in float32, and engine.dtype is {config.dtype!r}"
-    else:
-        obstacle = native.find_obstacle()
-        if obstacle is not None and config.kernels == "auto":
-            _LOG.warning("decoding with XLA's operations, which are slower on this CPU than kernels of our own: %s", obstacle)
-    if obstacle is None:
-        return "native"
-    if config.kernels == "native":
-        raise ValueError(f"engine.kernels is 'native', but {obstacle}; or choose 'auto', which takes XLA's operations then")
-    return "xla"
+        return f"they run on a single CPU device, and the generator mesh is {mesh.size} × {'/'.join(sorted(devices))}"
+    if config.dtype != "float32":
+        return f"they compute in float32, and engine.dtype is {config.dtype!r}"
+    obstacle = native.find_obstacle()
+    if obstacle is not None and config.kernels == "auto":
+        _LOG.warning("decoding with XLA's operations, which are slower on this CPU than kernels of our own: %s", obstacle)
+    return obstacle
 
 
 def _prefill_rows(num_prompts: int, most: int) -> int:

@@ -20,15 +20,15 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import jaxlib
 from jaxtyping import Array, Float, Int
 
-Kernels = Literal["xla", "native"]
-"""Who computes a decode step's products and attention: XLA, or the kernels here."""
+if TYPE_CHECKING:
+    from llamarl_jax.models.prompt_index import PromptIndex
 
 SOURCE = Path(__file__).with_name("cpu.cc")
 COMPILERS = ("c++", "g++", "clang++")
@@ -88,7 +88,7 @@ def decode_attention(
     positions: Int[Array, " S"],
     prompt_keys: Float[Array, "R K P Q"],
     prompt_values: Float[Array, "R K P Q"],
-    index: Any,
+    index: PromptIndex,
 ) -> tuple[Float[Array, "S H Q"], Float[Array, "S K C Q"], Float[Array, "S K C Q"]]:
     """Stores one token of each slot and attends to its prompt and to its own tokens up to that one.
 

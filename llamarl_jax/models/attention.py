@@ -5,22 +5,30 @@ values and the logarithm of the sum of its scores' exponentials (lse), from whic
 
     mixed = Σ_parts e^(lse_part − lse) · mixed_part,    lse = log Σ_parts e^lse_part
 
+A part has two implementations with one signature: `attend_part` here, for every device, and a kernel for GPUs
+(`llamarl_jax.kernels.gpu`). `part_of` chooses.
+
 Dimensions: B rows, T query tokens, C key positions, H query heads, K key-value heads, G = H / K, Q head dim, S slots, R prompts, P prompt
 positions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
+from llamarl_jax.kernels.common import MASKED_SCORE, Kernels
+from llamarl_jax.kernels.gpu import decode_attention_part
 from llamarl_jax.models.kv_cache import LayerCache
 from llamarl_jax.models.prompt_index import PromptIndex, gather_members, scatter_members
 
-MASKED_SCORE = -1e30  # finite, so that a row with no visible key (padding) gives zeros and ones instead of NaN
+Part = Callable[[Float[Array, "B T H Q"], LayerCache, Int[Array, " B"]], tuple[Float[Array, "B T H Q"], Float[Array, "B T H"]]]
+"""Queries, a cache, and how many of its positions each row sees → the mixed values in float32, and their lse."""
 
 
 def attend(
@@ -40,9 +48,10 @@ def attend_cache(queries: Float[Array, "B T H Q"], cache: LayerCache, mask: Bool
 
 
 def attend_part(
-    queries: Float[Array, "B T H Q"], cache: LayerCache, mask: Bool[Array, "B #T C"]
+    queries: Float[Array, "B T H Q"], cache: LayerCache, lengths: Int[Array, " B"]
 ) -> tuple[Float[Array, "B T H Q"], Float[Array, "B T H"]]:
-    """Returns the mixed values of one part, in float32, and its lse."""
+    """Returns the mixed values of one part, in float32, and its lse; rows of length 0 get an lse that takes no share."""
+    mask = jnp.arange(cache.keys.shape[2]) < lengths[:, None, None]
     scores = _scores(queries, cache, mask)
     lse = jax.nn.logsumexp(scores, axis=-1)
     weights = _scaled(jnp.exp(scores - lse[..., None]), cache)
@@ -50,14 +59,28 @@ def attend_part(
     return mixed, jnp.moveaxis(lse, 3, 1).reshape(mixed.shape[:3])
 
 
+def part_of(kernels: Kernels) -> Part:
+    """Returns the implementation of a part; native kernels, which attend to both parts at once, leave to XLA what they do not take."""
+    if kernels in ("xla", "native"):
+        return attend_part
+    return partial(decode_attention_part, is_interpreted=kernels == "pallas_interpreted")
+
+
 def attend_prompt_and_own(
-    queries: Float[Array, "S H Q"], own: LayerCache, own_positions: Int[Array, " S"], prompts: LayerCache, index: PromptIndex
+    queries: Float[Array, "S H Q"],
+    own: LayerCache,
+    own_positions: Int[Array, " S"],
+    prompts: LayerCache,
+    index: PromptIndex,
+    attend_part: Part = attend_part,
 ) -> Float[Array, "S H Q"]:
-    """Attends to each slot's prompt, and to its own tokens up to `own_positions`, that one included."""
-    own_mask = jnp.arange(own.keys.shape[2]) <= own_positions[:, None, None]
-    mixed, lse = (part[:, 0] for part in attend_part(queries[:, None], own, own_mask))
-    prompt_mask = jnp.arange(prompts.keys.shape[2]) < index.lengths[:, None, None]
-    of_members = attend_part(gather_members(queries, index), prompts, prompt_mask)
+    """Attends to each slot's prompt, and to its own tokens up to `own_positions`, that one included.
+
+    Args:
+        attend_part: attends to one of the two caches.
+    """
+    mixed, lse = (part[:, 0] for part in attend_part(queries[:, None], own, own_positions + 1))
+    of_members = attend_part(gather_members(queries, index), prompts, index.lengths)
     prompt_mixed, prompt_lse = (scatter_members(part, index, fill) for part, fill in zip(of_members, (0.0, MASKED_SCORE), strict=True))
     own_share = jax.nn.sigmoid(lse - prompt_lse)[..., None]
     return (own_share * mixed + (1 - own_share) * prompt_mixed).astype(queries.dtype)

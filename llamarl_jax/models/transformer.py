@@ -30,9 +30,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from llamarl_jax.kernels import native
-from llamarl_jax.kernels.native import Kernels
+from llamarl_jax.kernels.common import Kernels
 from llamarl_jax.meshes import constrain, named_sharding
-from llamarl_jax.models.attention import attend, attend_cache, attend_prompt_and_own
+from llamarl_jax.models.attention import attend, attend_cache, attend_prompt_and_own, part_of
 from llamarl_jax.models.config import ModelConfig
 from llamarl_jax.models.kv_cache import KVCache, LayerCache, write
 from llamarl_jax.models.prompt_index import PromptIndex
@@ -292,8 +292,9 @@ class Transformer(nnx.Module):
                 mixed, *new = native.decode_attention(*tokens, old.keys, old.values, own_positions, prompts.keys, prompts.values, index)
                 return mixed[:, None], LayerCache(*new)
             new = write(old, keys, values, own_positions)
-            return attend_prompt_and_own(queries[:, 0], new, own_positions, prompts, index)[:, None], new
+            return attend_prompt_and_own(queries[:, 0], new, own_positions, prompts, index, part)[:, None], new
 
+        part = part_of(self.kernels)
         mixers = [partial(mix, *layers) for layers in zip(cache, prompts, strict=True)]
         hidden, cache = self._run_list(token_ids[:, None], positions[:, None], mixers, dtype)
         return hidden[:, 0], cache
@@ -374,7 +375,7 @@ class TransformerSpec:
     def build(
         cls, config: ModelConfig, *, is_scanned: bool, quantization: QuantizationConfig = UNQUANTIZED, kernels: Kernels = "xla"
     ) -> TransformerSpec:
-        """Traces the constructor; allocates nothing. Only the list form can be quantised or use native kernels."""
+        """Traces the constructor; allocates nothing. Only the list form can be quantised or use other kernels than XLA's."""
         make = partial(Transformer, config, is_scanned=is_scanned, quantization=quantization, kernels=kernels)
         model = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
         graph, state = nnx.split(model)

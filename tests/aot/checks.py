@@ -7,18 +7,34 @@ from llamarl_jax.aot.report import Report
 from llamarl_jax.aot.shapes import leaves
 from llamarl_jax.engine.engine import EngineConfig
 from llamarl_jax.engine.memory import CACHE_GROWTH, LOGIT_COPIES, plan_memory
+from llamarl_jax.kernels.common import Kernels
 from llamarl_jax.meshes import build_mesh
 from llamarl_jax.models.config import ModelConfig
 from llamarl_jax.models.transformer import TransformerSpec
 from tests.aot.engines import collectives_of_a_step
 
+TRITON_CALL = "__gpu$xla.gpu.triton"
 
-def check_projections_are_float8(report: Report, model: ModelConfig) -> None:
-    """qkv, o, gate_up and down of each layer; besides them four products of attention a layer and the LM head, in bfloat16."""
+
+def check_projections_are_float8(report: Report, model: ModelConfig, kernels: Kernels = "pallas") -> None:
+    """qkv, o, gate_up and down of each layer; besides them the LM head, in bfloat16, and with XLA four products of attention a layer."""
+    products = 4 if kernels == "pallas" else 8
     assert report.fp8_products_per_step == 4 * model.num_layers
     assert report.custom_calls["__cublas$lt$matmul$f8"] == 4 * model.num_layers * report.steps
-    assert sum(p.executions for p in report.products) == (8 * model.num_layers + 1) * report.steps
+    assert sum(p.executions for p in report.products) == (products * model.num_layers + 1) * report.steps
     assert set(report.flops_per_step) == {"f8e4m3fn", "bf16"}
+
+
+def check_attention_is_our_kernel(report: Report, model: ModelConfig, engine: EngineConfig) -> None:
+    """One for the prompt and one for the slot's own in each layer; scores, which are as long as a cache, stay in it."""
+    assert report.custom_calls[TRITON_CALL] == 2 * model.num_layers * report.steps
+    assert temporaries_of_the_length(report, engine) == ()
+
+
+def temporaries_of_the_length(report: Report, engine: EngineConfig) -> tuple[str, ...]:
+    """Shapes of the temporaries that have a number for each position of a cache."""
+    lengths = {engine.prompt_capacity, engine.own_capacity}
+    return tuple(str(t.shape) for t in report.temporaries if any(lengths.intersection(leaf.dims) for leaf in leaves(t.shape)))
 
 
 def check_weights_are_read_as_stored(report: Report) -> None:

@@ -1,5 +1,6 @@
 """The decoder's real programs at the size of Llama 3.1 8B, compiled for H100s that are not there."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -32,6 +33,10 @@ def test_every_projection_is_a_float8_product(step):
     checks.check_projections_are_float8(step, MODEL)
 
 
+def test_attention_is_our_kernel_and_scores_are_not_written(step, variant):
+    checks.check_attention_is_our_kernel(step, MODEL, variant[2])
+
+
 def test_no_weight_is_converted_transposed_or_joined(step):
     """The LM head's weight was once converted to float32 as a whole: 2 GB a step."""
     checks.check_weights_are_read_as_stored(step)
@@ -57,6 +62,20 @@ def test_the_compiler_has_nothing_to_complain_about(step):
 
 def shallow(mode: Any = "w8a8", *, target=H100, data: int = 1, tensor: int = 1, products: Any = "cublas", **changes: Any) -> Report:
     return compile_decode(SHALLOW, engine_config(mode, **changes), target=target, data=data, tensor=tensor, products=products)
+
+
+@pytest.mark.parametrize(("data", "tensor", "slots_per_prompt"), [(1, 1, 1), (2, 4, 4)])
+def test_with_xlas_attention_all_holds_too_but_scores_are_written(data, tensor, slots_per_prompt):
+    """The last line shows that the check of our kernel can fail."""
+    engine = engine_config(slots_per_prompt=slots_per_prompt, kernels="xla")
+    report = compile_decode(SHALLOW, engine, data=data, tensor=tensor)
+    checks.check_projections_are_float8(report, SHALLOW, "xla")
+    checks.check_weights_are_read_as_stored(report)
+    checks.check_cache_is_written_in_place(report)
+    checks.check_collectives(report, SHALLOW, 64)
+    checks.check_memory_is_as_planned(report, SHALLOW, engine)
+    assert checks.TRITON_CALL not in report.custom_calls
+    assert checks.temporaries_of_the_length(report, engine)
 
 
 @pytest.mark.parametrize(("num_slots", "data", "tensor"), [(1, 1, 1), (1, 1, 8), (2, 2, 4)])
@@ -94,12 +113,37 @@ def test_weights_in_float8_alone_are_converted_by_cublas_and_not_by_triton():
 
 
 @pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "int8"])
-def test_a_small_cache_is_written_in_place_and_read_as_it_is_by_triton_only(kv_dtype):
-    report = shallow(kv_dtype=kv_dtype, products="triton")
+def test_a_small_cache_is_written_in_place_and_read_as_it_is(kv_dtype):
+    engine = engine_config(kv_dtype=kv_dtype)
+    report = shallow(kv_dtype=kv_dtype)
+    checks.check_attention_is_our_kernel(report, SHALLOW, engine)
+    checks.check_cache_is_written_in_place(report)
+    checks.check_memory_is_as_planned(report, SHALLOW, engine)
+
+
+@pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "int8"])
+def test_with_xlas_attention_a_small_cache_is_read_as_it_is_by_triton_only(kv_dtype):
+    report = shallow(kv_dtype=kv_dtype, kernels="xla", products="triton")
     checks.check_cache_is_written_in_place(report)
     checks.check_memory_is_as_planned(report, SHALLOW, engine_config(kv_dtype=kv_dtype))
-    converted = {str(t.shape) for t in shallow(kv_dtype=kv_dtype).temporaries}
+    converted = {str(t.shape) for t in shallow(kv_dtype=kv_dtype, kernels="xla").temporaries}
     assert "bf16[64,8,2048,128]" in converted  # cuBLAS has no product of a bfloat16 with an 8-bit array
+
+
+@pytest.mark.parametrize("num_slots", [1, 4])
+def test_a_few_slots_occupy_the_card_together(num_slots):
+    """Their tiles are shared out over several programs, and what those found is joined in a few small arrays."""
+    engine = engine_config(num_slots=num_slots)
+    report = shallow(num_slots=num_slots)
+    checks.check_attention_is_our_kernel(report, SHALLOW, engine)
+    checks.check_cache_is_written_in_place(report)
+    assert any(f"f32[{num_slots},8,8,4,128]" in line for line in report.text.splitlines() if checks.TRITON_CALL in line)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96])
+def test_other_head_sizes(head_dim):
+    model = dataclasses.replace(SHALLOW, head_dim=head_dim)
+    checks.check_attention_is_our_kernel(compile_decode(model, engine_config()), model, engine_config())
 
 
 def test_truncated_sampling_gathers_no_logits_either():

@@ -16,6 +16,7 @@ def test_a_large_model_decodes_like_a_small_one(name):
     model = PRESETS[name]
     report = compile_decode(model, engine_config(), tensor=8)
     checks.check_projections_are_float8(report, model)
+    checks.check_attention_is_our_kernel(report, model, engine_config())
     checks.check_weights_are_read_as_stored(report)
     checks.check_cache_is_written_in_place(report)
     checks.check_collectives(report, model, 64)

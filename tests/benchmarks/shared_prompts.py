@@ -51,7 +51,7 @@ class Options:
     """Longest completion."""
     slots_per_prompt: tuple[int, ...] = (1, 2, 4)
     """Values to compare."""
-    kernels: Literal["auto", "xla", "native"] = "auto"
+    kernels: Literal["auto", "xla", "native", "pallas"] = "auto"
     """As `engine.kernels`."""
     repeats: int = 3
     """Timed runs of each value."""

@@ -11,6 +11,7 @@ from llamarl_jax.engine.api import DecodeState, Prefix, ResultTokens
 from llamarl_jax.engine.engine import DecodeEngine, EngineConfig
 from llamarl_jax.engine.sampling import SamplingConfig
 from llamarl_jax.engine.slots import CompletionRequest, SlotScheduler
+from llamarl_jax.kernels.common import Kernels
 from llamarl_jax.losses.logprobs import token_logprobs
 from llamarl_jax.meshes import build_mesh
 from llamarl_jax.models.config import ModelConfig
@@ -77,11 +78,12 @@ def make_engine(
     first_device: int = 0,
     seed: int = 0,
     eos_token_ids: tuple[int, ...] = CONFIG.eos_token_ids,
+    forced_kernels: Kernels | None = None,
     **options: Any,
 ) -> DecodeEngine:
-    devices = jax.devices()[first_device : first_device + data * tensor]
+    mesh = build_mesh(jax.devices()[first_device : first_device + data * tensor], {"data": data, "tensor": tensor})
     config = EngineConfig(**{"num_slots": 4, "max_prompt_tokens": 24, "max_new_tokens": 10, "decode_steps_per_call": 3, **options})
-    return DecodeEngine(LISTED, build_mesh(devices, {"data": data, "tensor": tensor}), config, eos_token_ids=eos_token_ids, seed=seed)
+    return DecodeEngine(LISTED, mesh, config, eos_token_ids=eos_token_ids, seed=seed, kernels=forced_kernels)
 
 
 def place(engine: DecodeEngine, params: Params) -> Params:

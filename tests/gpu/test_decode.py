@@ -56,6 +56,7 @@ def test_the_program_is_the_one_that_is_compiled_without_a_card(cards, target, t
     engine = engine_config(slots_per_prompt=slots_per_prompt)
     report = compile_decode(SHALLOW, engine, target=target, tensor=tensor, devices=cards)
     checks.check_weights_are_read_as_stored(report)
+    checks.check_attention_is_our_kernel(report, SHALLOW, engine)
     checks.check_cache_is_written_in_place(report)
     checks.check_collectives(report, SHALLOW, 64)
     checks.check_memory_is_as_planned(report, SHALLOW, engine)

@@ -38,15 +38,16 @@ def test_prompt_and_own_equal_one_sequence(factor):
 
 def test_a_part_that_nobody_sees_has_no_weight():
     queries, cache = _normal(0, 1, 1, 2, 8), LayerCache(_normal(1, 1, 2, 4, 8), _normal(2, 1, 2, 4, 8))
-    mixed, lse = attend_part(queries, cache, jnp.zeros((1, 1, 4), bool))
+    mixed, lse = attend_part(queries, cache, jnp.zeros(1, jnp.int32))
     assert np.isfinite(mixed).all()
     assert (np.asarray(lse) < MASKED_SCORE / 2).all()
 
 
 def test_the_lse_is_that_of_the_scores():
     queries, cache = _normal(0, 2, 3, 4, 8), LayerCache(_normal(1, 2, 2, 5, 8), _normal(2, 2, 2, 5, 8))
-    mask = jnp.arange(5) <= jnp.array([2, 4])[:, None, None]
-    mixed, lse = attend_part(queries, cache, mask)
+    lengths = jnp.array([3, 5])
+    mask = jnp.arange(5) < lengths[:, None, None]
+    mixed, lse = attend_part(queries, cache, lengths)
     np.testing.assert_allclose(mixed, attend(queries, cache.keys, cache.values, mask), rtol=1e-5, atol=1e-6)
     for row, token, head in np.ndindex(2, 3, 4):
         scores = cache.keys[row, head // 2] @ queries[row, token, head] / np.sqrt(8)
