@@ -172,7 +172,7 @@ COMMANDS = {
     "fetch": Command(fetch, "download a model once:  llamarl fetch smollm2-135m"),
     "generate": Command(generate, "try a model from the shell:  llamarl generate MODEL PROMPT"),
     "export": Command(export, "write the newest checkpoint for transformers:  llamarl export CONFIG OUTPUT_DIR"),
-    "bench": Command(bench, "measure this machine:  llamarl bench decode [--option value ...]"),
+    "bench": Command(bench, "measure the decoder:  llamarl bench decode|mismatch [--option value ...]"),
 }
 
 

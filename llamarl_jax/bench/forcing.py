@@ -114,8 +114,8 @@ class Trainer:
             for hidden, arrays in zip(self._hidden, self._chunks(), strict=True)
         ]
         whole: Forced = jax.tree.map(lambda *xs: np.concatenate(xs)[: len(self.batch.token_ids)], *parts)
-        difference = (whole.trainer_logprobs - whole.decoder_logprobs)[self.batch.is_completion]
-        return summarise(difference, *(x[self.batch.is_predicting] for x in whole.divergence))
+        difference = np.asarray(whole.trainer_logprobs - whole.decoder_logprobs)[self.batch.is_completion]
+        return summarise(difference, *(np.asarray(x)[self.batch.is_predicting] for x in whole.divergence))
 
     def recorded_distance(self) -> tuple[float, float]:
         """Returns mean and maximum of |log π − log μ| in nats, where μ is what the engine noted when it sampled the tokens."""

@@ -13,7 +13,7 @@ from rich.table import Table
 from llamarl_jax.bench.distance import Distance
 from llamarl_jax.bench.mismatch_options import MismatchOptions
 
-COLUMNS = ("weights", "KV cache", "MB", "KV B", "mean |Δ|", "max |Δ|", "KL", "ESS", "same")
+COLUMNS = ("mode", "KV cache", "MB", "KV B", "mean |Δ|", "max |Δ|", "KL", "ESS", "same")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,16 +70,16 @@ def print_report(report: MismatchReport, console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    table = Table(title="trainer π and decoder μ on the same tokens", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    table = Table(title="trainer π and decoder μ on the same tokens", box=box.SIMPLE, padding=0)
     for column in COLUMNS:
         table.add_column(column, justify="left" if column in COLUMNS[:2] else "right", no_wrap=True)
     for row in report.rows:
         table.add_row(*_cells(row))
     console.print(table)
     console.print(
-        "MB: weights of one copy, which an update moves; KV B: bytes of a token in the KV cache; Δ: log π − log μ of the tokens, in nats; "
-        "KL(μ ‖ π), in nats per token, and ESS, the effective sample size of the ratios π/μ (1 at best), are exact over the vocabulary; "
-        "same: share of equal greedy choices",
+        "mode: of the weights; MB: one copy of them, which an update moves; KV B: bytes of a token in the KV cache; Δ: log π − log μ of "
+        "the tokens, in nats; KL(μ ‖ π), in nats per token, and ESS, the effective sample size of the ratios π/μ (1 at best), are exact "
+        "over the vocabulary; same: share of equal greedy choices",
         highlight=False,
         soft_wrap=True,
     )
