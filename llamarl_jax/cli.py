@@ -151,8 +151,19 @@ def bench_decode(argv: list[str]) -> None:
     print(f"saved {run(options)}")
 
 
+def bench_mismatch(argv: list[str]) -> None:
+    """Measures the distance between trainer and rounded decoders."""
+    from llamarl_jax.bench.mismatch_options import MismatchOptions
+
+    options = tyro.cli(MismatchOptions, args=argv, prog="llamarl bench mismatch")
+    from llamarl_jax.bench.mismatch import bench_mismatch as run
+
+    print(f"saved {run(options)}")
+
+
 BENCHMARKS = {
     "decode": Command(bench_decode, "tokens per second of the decoder, next to what the hardware allows and to other libraries"),
+    "mismatch": Command(bench_mismatch, "distance between trainer and decoder when its weights or its KV cache are rounded"),
 }
 
 COMMANDS = {
@@ -161,7 +172,7 @@ COMMANDS = {
     "fetch": Command(fetch, "download a model once:  llamarl fetch smollm2-135m"),
     "generate": Command(generate, "try a model from the shell:  llamarl generate MODEL PROMPT"),
     "export": Command(export, "write the newest checkpoint for transformers:  llamarl export CONFIG OUTPUT_DIR"),
-    "bench": Command(bench, "measure this machine:  llamarl bench decode [--option value ...]"),
+    "bench": Command(bench, "measure the decoder:  llamarl bench decode|mismatch [--option value ...]"),
 }
 
 

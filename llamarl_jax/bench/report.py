@@ -88,8 +88,12 @@ def print_report(report: DecodeReport, console: Console) -> None:
 
 def report_path(report: DecodeReport) -> Path:
     """Returns a file name that is not taken yet, with day, model, type and hardware in it."""
-    folder, day = report.options.output_dir, report.started.strftime("%Y-%m-%d")
-    name = f"{day}-decode-{report.model.replace('/', '-')}-{report.options.dtype}-{short_name(report.hardware)}"
+    return new_path(report.options.output_dir, report.started, "decode", report.model, report.options.dtype, report.hardware)
+
+
+def new_path(folder: Path, started: datetime.datetime, benchmark: str, model: str, dtype: str, hardware: dict[str, Any]) -> Path:
+    """Returns the name of a benchmark's file; a number is added where it is taken."""
+    name = f"{started.strftime('%Y-%m-%d')}-{benchmark}-{model.replace('/', '-')}-{dtype}-{short_name(hardware)}"
     path, number = folder / f"{name}.json", 2
     while path.exists():
         path, number = folder / f"{name}-{number}.json", number + 1
@@ -98,8 +102,13 @@ def report_path(report: DecodeReport) -> Path:
 
 def save_report(report: DecodeReport, path: Path) -> None:
     """Writes the JSON file."""
+    write_json(as_plain(report), path)
+
+
+def write_json(values: dict[str, Any], path: Path) -> None:
+    """Writes a benchmark's numbers and makes the folder; NaN and infinity are refused, because JSON has neither."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(as_plain(report), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def as_plain(report: DecodeReport) -> dict[str, Any]:

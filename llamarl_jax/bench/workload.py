@@ -20,7 +20,7 @@ from llamarl_jax.evaluate import open_decoder
 from llamarl_jax.meshes import PlacementConfig, build_meshes
 from llamarl_jax.models.config import ModelConfig
 from llamarl_jax.models.transformer import INIT_SCALE, Params, TransformerSpec, decoder_dtype
-from llamarl_jax.policy import open_policy
+from llamarl_jax.policy import Policy, open_policy
 from llamarl_jax.quantization.fp8 import QuantizationConfig
 
 PLACEMENT = PlacementConfig(kind="shared")
@@ -83,16 +83,22 @@ def open_workload(options: DecodeOptions) -> Workload:
     policy = open_policy(options.model)
     smallest = EngineConfig(num_slots=1, max_prompt_tokens=1, max_new_tokens=1, dtype=options.dtype, quantization=quantization)
     params = open_decoder(policy, PLACEMENT, smallest, options.seed).params
-    is_path = Path(options.model).expanduser().is_dir()
+    name, origin = describe_model(options.model, policy)
     return Workload(
-        policy.folder.name if is_path else options.model,
+        name,
         policy.folder,
-        "a local folder" if is_path else f"llamarl fetch {options.model}",
+        origin,
         policy.config,
         policy.listed(quantization),
         build_meshes(PLACEMENT).generator,
         params,
     )
+
+
+def describe_model(model: str, policy: Policy) -> tuple[str, str]:
+    """Returns a model's name without the folders of this machine, and where its weights come from."""
+    is_path = Path(model).expanduser().is_dir()
+    return (policy.folder.name, "a local folder") if is_path else (model, f"llamarl fetch {model}")
 
 
 def random_params(spec: TransformerSpec, mesh: Mesh, dtype: Any, seed: int) -> Params:

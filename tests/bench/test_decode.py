@@ -150,7 +150,7 @@ def test_help(capsys):
     for option in ("--model", "--batches", "--prompt-tokens", "--new-tokens", "--dtype", "--repeats", "--peers", "--output-dir"):
         assert option in out
     cli.main(["bench", "--help"])
-    assert "  decode  tokens per second" in capsys.readouterr().out
+    assert "  decode    tokens per second" in capsys.readouterr().out
 
 
 def test_wrong_names_suggest_the_nearest(capsys):
