@@ -20,7 +20,7 @@ SHAPES = [
     (4, 2, 5, 12, 48),
     (7, 1, 40, 16, 64),
 ]
-"""Heads, key-value heads, tokens, head dim, positions: groups and single heads, dims that are no power of two, several blocks of queries."""
+"""Heads, key-value heads, tokens, head dim, positions: groups and single heads, dims that are no power of two, many queries."""
 TOLERANCE = {"float32": 3e-6, "bfloat16": 2**-7}
 """By the type of the queries. In bfloat16 the weights are rounded to 8 bits, before or after they are divided by their sum."""
 

@@ -71,11 +71,11 @@ def test_no_tile_behind_the_length_is_read(monkeypatch):
 
     original = jax.lax.fori_loop
     monkeypatch.setattr(gpu.jax.lax, "fori_loop", fori_loop)
-    gpu._attend_on_device.clear_cache()
+    gpu._attend_on_device.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
     queries, cache = normal(0, 4, 1, 2, 128), make_cache(4, 2, 1024, 128, "float32")
     jax.block_until_ready(part_of("pallas_interpreted")(queries, cache, jnp.array([0, 1, 65, 1024])))
     jax.effects_barrier()
-    gpu._attend_on_device.clear_cache()
+    gpu._attend_on_device.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
     assert sum(turns) == 2 * (0 + 1 + 3 + 32)
 
 
