@@ -35,7 +35,8 @@ from llamarl_jax.bench.report import DecodeReport, print_report, report_path, sa
 from llamarl_jax.bench.sample import OURS, Row, Runner, Sample, TokenIds, agreement
 from llamarl_jax.bench.workload import Workload, make_prompts, open_workload
 from llamarl_jax.engine.api import DecodeState
-from llamarl_jax.engine.engine import DecodeEngine, EngineConfig, PackedResult, choose_kernels
+from llamarl_jax.engine.engine import DecodeEngine, EngineConfig, PackedResult
+from llamarl_jax.engine.kernel_choice import choose_kernels
 from llamarl_jax.engine.sampling import SamplingConfig
 from llamarl_jax.engine.slots import CompletionRequest, SlotScheduler
 from llamarl_jax.models.transformer import Params
@@ -127,7 +128,7 @@ def bench_decode(options: DecodeOptions, console: Console | None = None) -> Path
     console.print(f"loading {options.model}, measuring the hardware", highlight=False)
     load_before, started = load_average(), datetime.datetime.now(datetime.UTC)
     workload = open_workload(options)
-    kernels = choose_kernels(EngineConfig(dtype=options.dtype, kernels=options.kernels), workload.mesh)
+    kernels = choose_kernels(EngineConfig(dtype=options.dtype, kernels=options.kernels), workload.mesh, workload.config)
     options = dataclasses.replace(options, kernels=kernels)  # the file says what was used
     if options.peers and workload.folder is None:
         raise ValueError(f"--peers reads a model folder, but {options.model!r} is a shape with random weights; give --model a folder")

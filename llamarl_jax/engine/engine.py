@@ -19,8 +19,7 @@ Dimensions: S slots, N steps of a call, B prompts of a prefill, T prompt tokens,
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -32,16 +31,15 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from llamarl_jax.engine.api import DecodeState, Prefix, ResultTokens, SlotRequest
+from llamarl_jax.engine.kernel_choice import choose_kernels
 from llamarl_jax.engine.sampling import SamplingArrays, completion_key, sample, token_uniforms
-from llamarl_jax.kernels import gpu, native
-from llamarl_jax.kernels.common import Kernels
+from llamarl_jax.kernels.implementations import Kernels
 from llamarl_jax.meshes import named_sharding, replicated
 from llamarl_jax.models.kv_cache import CACHE_AXES, CacheType, KVCache, LayerCache, cache_length, has_scales, init_cache, resize
 from llamarl_jax.models.prompt_index import index_prompts
 from llamarl_jax.models.transformer import Params, TransformerSpec, axis_units
 from llamarl_jax.quantization.fp8 import QuantizationConfig
 
-_LOG = logging.getLogger(__name__)
 MIN_BUCKET_TOKENS = 16
 MIN_CACHE_TOKENS = 64
 MAX_INSERT_ROWS = 8
@@ -204,7 +202,7 @@ class DecodeEngine:
                 f"engine.num_slots = {config.num_slots} cannot be split over {mesh.shape['data']} replicas of the generator mesh; "
                 f"choose a multiple of {mesh.shape['data']}"
             )
-        self.kernels = kernels or choose_kernels(config, mesh)
+        self.kernels = kernels or choose_kernels(config, mesh, spec.config)
         if self.kernels != "xla":
             spec = TransformerSpec.build(spec.config, is_scanned=False, quantization=spec.quantization, kernels=self.kernels)
         self.spec, self.mesh, self.config, self.seed = spec, mesh, config, seed
@@ -497,41 +495,6 @@ class DecodeEngine:
         # Prompts do not change, so the loop does not carry them.
         state, (ids, bits) = jax.lax.scan(step, state._replace(prompts=()), None, length=self.config.decode_steps_per_call)
         return state._replace(prompts=prompts), jnp.concatenate([ids, bits, state.is_live[None].astype(jnp.int32)])
-
-
-def choose_kernels(config: EngineConfig, mesh: Mesh) -> Kernels:
-    """Returns who computes the decode step on this mesh.
-
-    Raises:
-        ValueError: `engine.kernels` names kernels that this mesh or machine cannot have.
-    """
-    if config.kernels == "xla":
-        return "xla"
-    obstacles: dict[Kernels, Callable[[], str | None]] = {
-        "pallas": lambda: gpu.find_obstacle(list(mesh.devices.flat), config.cache_dtype),
-        "native": lambda: _native_obstacle(config, mesh),
-    }
-    if config.kernels == "auto":
-        for kernels, find_obstacle in obstacles.items():
-            if find_obstacle() is None:
-                return kernels
-        return "xla"
-    if obstacle := obstacles[config.kernels]():
-        raise ValueError(f"engine.kernels is {config.kernels!r}, but {obstacle}; or choose 'auto', which takes what the mesh can have")
-    return config.kernels
-
-
-def _native_obstacle(config: EngineConfig, mesh: Mesh) -> str | None:
-    """Returns why the kernels for CPUs cannot be had; says so in the log where nobody asked for them and only a compiler is missing."""
-    devices = {device.platform for device in mesh.devices.flat}
-    if devices != {"cpu"} or mesh.size > 1:
-        return f"they run on a single CPU device, and the generator mesh is {mesh.size} × {'/'.join(sorted(devices))}"
-    if config.dtype != "float32":
-        return f"they compute in float32, and engine.dtype is {config.dtype!r}"
-    obstacle = native.find_obstacle()
-    if obstacle is not None and config.kernels == "auto":
-        _LOG.warning("decoding with XLA's operations, which are slower on this CPU than kernels of our own: %s", obstacle)
-    return obstacle
 
 
 def _prefill_rows(num_prompts: int, most: int) -> int:

@@ -37,7 +37,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from llamarl_jax.kernels.common import MASKED_SCORE
+from llamarl_jax.kernels.implementations import MASKED_SCORE
 from llamarl_jax.meshes import partition_spec
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from llamarl_jax.kernels.common import MASKED_SCORE, Kernels
 from llamarl_jax.kernels.gpu import decode_attention_part
+from llamarl_jax.kernels.implementations import MASKED_SCORE, Kernels
 from llamarl_jax.models.kv_cache import LayerCache
 from llamarl_jax.models.prompt_index import PromptIndex, gather_members, scatter_members
 

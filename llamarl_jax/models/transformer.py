@@ -30,7 +30,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from llamarl_jax.kernels import native
-from llamarl_jax.kernels.common import Kernels
+from llamarl_jax.kernels.implementations import Kernels
 from llamarl_jax.meshes import constrain, named_sharding
 from llamarl_jax.models.attention import attend, attend_cache, attend_prompt_and_own, part_of
 from llamarl_jax.models.config import ModelConfig

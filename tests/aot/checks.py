@@ -7,7 +7,7 @@ from llamarl_jax.aot.report import Report
 from llamarl_jax.aot.shapes import leaves
 from llamarl_jax.engine.engine import EngineConfig
 from llamarl_jax.engine.memory import CACHE_GROWTH, LOGIT_COPIES, plan_memory
-from llamarl_jax.kernels.common import Kernels
+from llamarl_jax.kernels.implementations import Kernels
 from llamarl_jax.meshes import build_mesh
 from llamarl_jax.models.config import ModelConfig
 from llamarl_jax.models.transformer import TransformerSpec

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from llamarl_jax.engine.slots import SlotScheduler
-from llamarl_jax.kernels.common import Kernels
+from llamarl_jax.kernels.implementations import Kernels
 from llamarl_jax.types import Completion
 from tests.engine.tiny_engine import LISTED, make_engine, make_prompts, place, random_params, requests, run_to_end
 

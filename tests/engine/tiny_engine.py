@@ -11,7 +11,7 @@ from llamarl_jax.engine.api import DecodeState, Prefix, ResultTokens
 from llamarl_jax.engine.engine import DecodeEngine, EngineConfig
 from llamarl_jax.engine.sampling import SamplingConfig
 from llamarl_jax.engine.slots import CompletionRequest, SlotScheduler
-from llamarl_jax.kernels.common import Kernels
+from llamarl_jax.kernels.implementations import Kernels
 from llamarl_jax.losses.logprobs import token_logprobs
 from llamarl_jax.meshes import build_mesh
 from llamarl_jax.models.config import ModelConfig

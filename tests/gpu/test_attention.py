@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from llamarl_jax.engine.kernel_choice import find_fault
 from llamarl_jax.kernels import gpu
 from llamarl_jax.models.attention import part_of
+from llamarl_jax.models.presets import PRESETS
 from tests.kernels.parts import SHAPES, check, make_cache, normal
 
 pytestmark = pytest.mark.gpu
@@ -36,3 +38,11 @@ def test_attention_equals_the_same_sums(card, kernels, dtype, cache_dtype, heads
         queries = normal(0, len(lengths), tokens, heads, dim, dtype=jnp.dtype(dtype))
         cache = make_cache(len(lengths), kv_heads, length, dim, cache_dtype)
         check(jax.jit(part_of(kernels)), queries, cache, lengths, is_poisoned=kernels == "pallas")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["qwen2.5-0.5b", "llama3.1-8b"])
+def test_the_card_passes_the_trial(card, dtype, name):
+    for cache_dtype in (dtype, "int8", "float8_e4m3fn"):
+        if gpu.find_obstacle([card], cache_dtype) is None:
+            assert find_fault(card, PRESETS[name], dtype, cache_dtype) is None

@@ -8,13 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from llamarl_jax.engine.engine import EngineConfig, choose_kernels
+from llamarl_jax.engine.engine import EngineConfig
+from llamarl_jax.engine.kernel_choice import choose_kernels
 from llamarl_jax.kernels import gpu
 from llamarl_jax.kernels.gpu import count_parts, tile_length
 from llamarl_jax.meshes import build_mesh, named_sharding
 from llamarl_jax.models.attention import MASKED_SCORE, attend_part, attend_prompt_and_own, part_of
 from llamarl_jax.models.kv_cache import CACHE_AXES
 from llamarl_jax.models.prompt_index import index_prompts
+from tests.engine.tiny_engine import CONFIG
 from tests.kernels.parts import SHAPES, check, make_cache, normal
 
 interpreted = jax.jit(part_of("pallas_interpreted"))
@@ -141,8 +143,8 @@ class TestChoice:
         with pytest.raises(
             ValueError, match=r"is 'pallas', but it runs on NVIDIA GPUs, and the generator mesh is 2 × cpu; or choose 'auto'"
         ):
-            choose_kernels(EngineConfig(kernels="pallas"), two)
-        assert choose_kernels(EngineConfig(), two) == "xla"
+            choose_kernels(EngineConfig(kernels="pallas"), two, CONFIG)
+        assert choose_kernels(EngineConfig(), two, CONFIG) == "xla"
 
     def test_which_cards_can_have_it(self):
         old, amd = card(compute_capability="8.0", device_kind="A100"), card(compute_capability="gfx942", device_kind="MI300X")

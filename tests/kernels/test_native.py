@@ -13,13 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from llamarl_jax.engine.engine import EngineConfig, choose_kernels
+from llamarl_jax.engine.engine import EngineConfig
+from llamarl_jax.engine.kernel_choice import choose_kernels
 from llamarl_jax.kernels import native
 from llamarl_jax.kernels.native import NativeKernelError
 from llamarl_jax.meshes import build_mesh
 from llamarl_jax.models.attention import attend_prompt_and_own
 from llamarl_jax.models.kv_cache import LayerCache, write
 from llamarl_jax.models.prompt_index import PromptIndex, index_prompts
+from tests.engine.tiny_engine import CONFIG
 
 HAS_KERNELS = native.find_obstacle() is None
 needs_compiler = pytest.mark.skipif(not HAS_KERNELS, reason=f"no native kernels here: {native.find_obstacle()}")
@@ -259,22 +261,22 @@ class TestCompilation:
 
 class TestChoice:
     def test_is_native_where_it_can_be(self):
-        assert choose_kernels(EngineConfig(dtype="float32"), ONE_DEVICE) == ("native" if HAS_KERNELS else "xla")
-        assert choose_kernels(EngineConfig(dtype="float32", kernels="xla"), ONE_DEVICE) == "xla"
+        assert choose_kernels(EngineConfig(dtype="float32"), ONE_DEVICE, CONFIG) == ("native" if HAS_KERNELS else "xla")
+        assert choose_kernels(EngineConfig(dtype="float32", kernels="xla"), ONE_DEVICE, CONFIG) == "xla"
 
     def test_is_xla_on_several_devices_and_in_bfloat16(self):
         two = build_mesh(jax.devices()[:2], {"data": 2, "tensor": 1})
-        assert choose_kernels(EngineConfig(dtype="float32"), two) == "xla"
-        assert choose_kernels(EngineConfig(dtype="bfloat16"), ONE_DEVICE) == "xla"
+        assert choose_kernels(EngineConfig(dtype="float32"), two, CONFIG) == "xla"
+        assert choose_kernels(EngineConfig(dtype="bfloat16"), ONE_DEVICE, CONFIG) == "xla"
         with pytest.raises(ValueError, match=r"'native', but they run on a single CPU device, and the generator mesh is 2 × cpu"):
-            choose_kernels(EngineConfig(dtype="float32", kernels="native"), two)
+            choose_kernels(EngineConfig(dtype="float32", kernels="native"), two, CONFIG)
         with pytest.raises(ValueError, match=r"'native', but they compute in float32, and engine.dtype is 'bfloat16'"):
-            choose_kernels(EngineConfig(dtype="bfloat16", kernels="native"), ONE_DEVICE)
+            choose_kernels(EngineConfig(dtype="bfloat16", kernels="native"), ONE_DEVICE, CONFIG)
 
     def test_without_a_compiler_xla_is_taken_and_that_is_said(self, fresh, monkeypatch, caplog):
         monkeypatch.setenv("CXX", "nonesuch++")
         with caplog.at_level(logging.WARNING):
-            assert choose_kernels(EngineConfig(dtype="float32"), ONE_DEVICE) == "xla"
+            assert choose_kernels(EngineConfig(dtype="float32"), ONE_DEVICE, CONFIG) == "xla"
         assert "no C++ compiler found" in caplog.text
         with pytest.raises(ValueError, match=r"'native', but no C\+\+ compiler found .*; or choose 'auto'"):
-            choose_kernels(EngineConfig(dtype="float32", kernels="native"), ONE_DEVICE)
+            choose_kernels(EngineConfig(dtype="float32", kernels="native"), ONE_DEVICE, CONFIG)
