@@ -71,9 +71,13 @@ def _pallas_obstacle(config: EngineConfig, mesh: Mesh, model: ModelConfig) -> st
 
 
 def _own_card(mesh: Mesh) -> Any:
-    """Returns a card of this process; one that is only compiled for does not say what it can, and can try nothing."""
-    own = (d for d in mesh.devices.flat if hasattr(d, "compute_capability") and d.process_index == jax.process_index())
-    return next(own, None)
+    """Returns a card of the mesh that this process can use; there is none where a program is only compiled."""
+    devices = list(mesh.devices.flat)
+    try:
+        usable = jax.local_devices(backend=devices[0].platform)
+    except RuntimeError:  # no such platform here
+        return None
+    return next((device for device in devices if device in usable), None)
 
 
 def find_fault(device: Any, model: ModelConfig, dtype: str, cache_dtype: CacheType, kernel: Part | None = None) -> str | None:

@@ -58,14 +58,11 @@ FLOAT8_CAPABILITY = (8, 9)
 
 
 def find_obstacle(devices: Sequence[Any], cache_dtype: str) -> str | None:
-    """Returns why these devices cannot run the kernel, or None.
-
-    Devices that are only compiled for do not say what they can; they are taken for Hopper, which Pallas does too.
-    """
+    """Returns why these devices cannot run the kernel, or None."""
     platforms = sorted({device.platform for device in devices})
     if not set(platforms) <= {"gpu", "cuda"}:
         return f"it runs on NVIDIA GPUs, and the generator mesh is {len(devices)} × {'/'.join(platforms)}"
-    capability = str(getattr(devices[0], "compute_capability", "9.0"))
+    capability = str(devices[0].compute_capability)
     if not capability.replace(".", "").isdigit():
         return f"it runs on NVIDIA GPUs, and the generator mesh is {len(devices)} × {devices[0].device_kind} ({capability})"
     if cache_dtype == "float8_e4m3fn" and tuple(int(x) for x in capability.split(".")) < FLOAT8_CAPABILITY:
