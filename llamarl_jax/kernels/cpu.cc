@@ -34,16 +34,20 @@ namespace {
 
 // The tile's sums, its weights and one value of x fill the vector registers: 32 of AVX-512 and ARM, 16 of AVX2 and SSE.
 #if defined(__AVX512F__)
-constexpr int kLanes = 16, kTileRows = 4, kTileOutputs = 6;
+constexpr int kLanes = 16, kTileRows = 4, kTileOutputs = 6, kPackedOutputs = 12;
 #elif defined(__AVX__)
-constexpr int kLanes = 8, kTileRows = 2, kTileOutputs = 6;
+constexpr int kLanes = 8, kTileRows = 2, kTileOutputs = 6, kPackedOutputs = 6;
 #elif defined(__ARM_NEON)
-constexpr int kLanes = 4, kTileRows = 4, kTileOutputs = 6;
+constexpr int kLanes = 4, kTileRows = 4, kTileOutputs = 6, kPackedOutputs = 12;
 #else
-constexpr int kLanes = 4, kTileRows = 2, kTileOutputs = 4;
+constexpr int kLanes = 4, kTileRows = 2, kTileOutputs = 4, kPackedOutputs = 6;
 #endif
 constexpr int kMaxTileRows = 4;
-constexpr int64_t kTaskOutputs = 8 * kTileOutputs;
+constexpr int64_t kTaskOutputs = 48;
+constexpr int64_t kBlockInputs = 768;     // inputs of 64 rows that are read again for each tile of outputs stay in the second-level cache
+constexpr int kPackedVecs = 2;
+constexpr int64_t kLeastPackedRows = std::max(8, kLanes);
+constexpr int kLine = 16;                 // numbers in a cache line
 constexpr int64_t kBlockRows = 64;  // rows of x that are read again and again, so they should stay in the second-level cache
 constexpr int kHeadVecs = 4;        // vectors of a head that are summed at once
 
@@ -59,7 +63,8 @@ typedef float UnalignedVec __attribute__((vector_size(4 * kLanes), aligned(4), m
 
 inline Vec load(const float* p) { return *reinterpret_cast<const UnalignedVec*>(p); }
 inline void store(float* p, Vec v) { *reinterpret_cast<UnalignedVec*>(p) = v; }
-inline Vec splat(float x) { return Vec{} + x; }
+template <size_t... L> inline Vec splat_lanes(float x, std::index_sequence<L...>) { return Vec{(static_cast<void>(L), x)...}; }
+inline Vec splat(float x) { return splat_lanes(x, std::make_index_sequence<kLanes>()); }  // `Vec{} + x` would be an addition
 inline Vec multiply_add(Vec a, Vec b, Vec c) {  // a · b + c
 #if defined(__AVX512F__)
   return _mm512_fmadd_ps(a, b, c);
@@ -85,14 +90,18 @@ template <int S = kLanes / 2> inline float sum_lanes(Vec v) {
   else return sum_lanes<S / 2>(fold<S>(v, v));
 }
 
-// Runs body(0) … body(count − 1) on the threads that XLA has, this one included, which takes what no other one takes.
-template <typename Body> void parallel_for(ffi::ThreadPool& pool, int64_t count, const Body& body) {
+// Runs body(0) … body(count − 1) on the threads that XLA has, this one included, which takes what no other one takes. Each thread that
+// finds something to do calls prepare() before.
+template <typename Prepare, typename Body>
+void parallel_for(ffi::ThreadPool& pool, int64_t count, const Prepare& prepare, const Body& body) {
   struct Progress {
     std::atomic<int64_t> next{0}, done{0};
   };
   auto progress = std::make_shared<Progress>();  // a thread may come to its task when all is done and this call is over
-  auto work = [progress, &body, count] {
-    for (int64_t i; (i = progress->next.fetch_add(1)) < count;) {
+  auto work = [progress, &prepare, &body, count] {
+    int64_t i = progress->next.fetch_add(1);
+    if (i < count) prepare();
+    for (; i < count; i = progress->next.fetch_add(1)) {
       body(i);
       progress->done.fetch_add(1);
     }
@@ -187,6 +196,111 @@ void product(const float* x, const float* w, float* y, int64_t rows, int64_t in,
   else if (tiles < 3) product_ahead<3>(x, w, y, rows, in, outputs, stride);
   else if (tiles < 6) product_ahead<2>(x, w, y, rows, in, outputs, stride);
   else product_ahead<1>(x, w, y, rows, in, outputs, stride);
+}
+
+// Products with many rows. The dot products above keep numbers of one row in a vector; here a vector has one number of each of kLanes rows.
+// So a weight is read once for all of them, nothing is added up across lanes at the end, and from the second-level cache come a third of the
+// bytes. The price is that x is transposed first, by each thread for itself: a 100th of the work at 16 rows.
+
+// Transposes a square of kLanes × kLanes numbers.
+template <int S, size_t... L> inline void exchange(Vec& a, Vec& b, std::index_sequence<L...>) {
+  const Vec first = LLAMARL_PICK(a, b, (L & S ? kLanes + (L ^ S) : L)...);
+  b = LLAMARL_PICK(a, b, (L & S ? kLanes + L : L ^ S)...);
+  a = first;
+}
+template <int S = kLanes / 2> inline void transpose(Vec (&square)[kLanes]) {
+  if constexpr (S > 0) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i)
+      if (!(i & S)) exchange<S>(square[i], square[i | S], std::make_index_sequence<kLanes>());
+    transpose<S / 2>(square);
+  }
+}
+
+// x [rows, in] → groups of `most` vectors of rows, the last one of a single vector if that will do; in each group [in, its rows], with 0 for
+// rows that are not there.
+void pack(const float* x, float* packed, int64_t rows, int64_t in, int64_t most) {
+  for (int64_t first = 0; first < rows; first += kLanes) {
+    const int64_t group = first / (most * kLanes) * (most * kLanes), width = rows - group <= kLanes ? kLanes : most * kLanes;
+    float* to = packed + group * in + first - group;
+    for (int64_t i = 0; i < in; i += kLanes) {
+      Vec square[kLanes];
+#pragma GCC unroll 16
+      for (int r = 0; r < kLanes; ++r) square[r] = first + r < rows ? load(x + (first + r) * in + i) : Vec{};
+      transpose(square);
+#pragma GCC unroll 16
+      for (int r = 0; r < kLanes; ++r) store(to + (i + r) * width, square[r]);
+    }
+  }
+}
+
+// sums[o, :] += Σ_i packed[i, :] · w[o, i] for O outputs, V vectors of rows and `count` inputs; P cache lines a step are fetched from `ahead` on.
+template <int V, int O, int P>
+inline __attribute__((always_inline)) void packed_tile(const float* packed, const float* w, float* sums, int64_t in, int64_t count, const float* ahead) {
+  Vec totals[O][V];
+#pragma GCC unroll 12
+  for (int o = 0; o < O; ++o)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) totals[o][v] = load(sums + (o * V + v) * kLanes);
+  for (int64_t i = 0; i < count; i += kLanes) {
+#pragma GCC unroll 12
+    for (int p = 0; p < P; ++p) __builtin_prefetch(ahead + (i / kLanes * P + p) * kLine, 0, 2);
+#pragma GCC unroll 16
+    for (int l = 0; l < kLanes; ++l) {
+      Vec values[V];
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) values[v] = load(packed + ((i + l) * V + v) * kLanes);
+#pragma GCC unroll 12
+      for (int o = 0; o < O; ++o) {
+        const Vec weight = splat(w[o * in + i + l]);
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) totals[o][v] = multiply_add(values[v], weight, totals[o][v]);
+      }
+    }
+  }
+#pragma GCC unroll 12
+  for (int o = 0; o < O; ++o)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) store(sums + (o * V + v) * kLanes, totals[o][v]);
+}
+
+template <int V, int O, int P>
+inline void packed_outputs(const float* packed, const float* w, float* sums, int64_t in, int64_t count, int64_t outputs, const float* ahead) {
+  if (outputs >= O) return packed_tile<V, O, P>(packed, w, sums, in, count, ahead);
+  for (int64_t o = 0; o < outputs; ++o) packed_tile<V, 1, 0>(packed, w + o * in, sums + o * V * kLanes, in, count, ahead);
+}
+
+// y[r, o] = Σ_i x[r, i] · w[o, i] for at most kBlockRows rows, packed in groups of V vectors, and at most kTaskOutputs outputs.
+template <int V, int O> void packed_product(const float* packed, const float* w, float* y, int64_t rows, int64_t in, int64_t outputs, int64_t stride) {
+  constexpr int64_t kGroup = V * kLanes;
+  constexpr int kFetched = O * kLanes / kLine;  // of the next outputs' weights, while O · kLanes of these are used
+  alignas(64) float sums[(kBlockRows + kGroup - 1) / kGroup * kGroup * kTaskOutputs] = {};
+  for (int64_t i = 0; i < in; i += kBlockInputs) {
+    const int64_t count = std::min(kBlockInputs, in - i);
+    for (int64_t o = 0; o < outputs; o += O) {
+      const float *weights = w + o * in + i, *ahead = weights + O * in;
+      for (int64_t first = 0; first < rows; first += kGroup) {
+        const bool is_one = rows - first <= kLanes;
+        const int64_t width = is_one ? kLanes : kGroup;
+        const float* group = packed + first * in + i * width;
+        float* to = sums + first * kTaskOutputs + o * width;
+        if (is_one && V > 1) packed_outputs<1, O, 0>(group, weights, to, in, count, outputs - o, ahead);
+        else if (first == 0) packed_outputs<V, O, kFetched>(group, weights, to, in, count, outputs - o, ahead);
+        else packed_outputs<V, O, 0>(group, weights, to, in, count, outputs - o, ahead);
+      }
+    }
+  }
+  for (int64_t r = 0; r < rows; r += kLanes) {
+    const int64_t first = r / kGroup * kGroup, width = rows - first <= kLanes ? kLanes : kGroup, n = std::min<int64_t>(kLanes, rows - r);
+    for (int64_t o = 0; o < outputs; o += kLanes) {
+      Vec square[kLanes];
+#pragma GCC unroll 16
+      for (int l = 0; l < kLanes; ++l) square[l] = load(sums + first * kTaskOutputs + (o + l) * width + r - first);
+      transpose(square);
+      for (int64_t l = 0; l < n; ++l)
+        std::memcpy(y + (r + l) * stride + o, &square[l], std::min<int64_t>(kLanes, outputs - o) * sizeof(float));
+    }
+  }
 }
 
 // e^x for x ≤ 0, to about 1 unit in the last place: 2^n · e^r with |r| ≤ ln 2 / 2 and the polynomial of Cephes' expf
@@ -305,11 +419,24 @@ using F32Result = ffi::Result<F32>;
 ffi::Error linear(ffi::ThreadPool pool, F32 x, F32 kernel, F32Result y) {
   const int64_t rows = x.dimensions()[0], in = x.dimensions()[1], outputs = kernel.dimensions()[0];
   if (in % kLanes || kernel.dimensions()[1] != in) return ffi::Error::InvalidArgument("llamarl_linear: inputs are not whole vectors");
-  parallel_for(pool, (outputs + kTaskOutputs - 1) / kTaskOutputs, [&](int64_t task) {
+  const bool is_packed = kLeastPackedRows <= rows && rows <= kBlockRows;
+  const int64_t vectors = rows <= kLanes ? 1 : kPackedVecs;
+  thread_local std::vector<float> scratch;
+  const auto packed = [&] { return scratch.data() + (-reinterpret_cast<uintptr_t>(scratch.data()) % 64) / sizeof(float); };
+  const auto prepare = [&] {
+    if (!is_packed) return;
+    scratch.resize((kBlockRows + kPackedVecs * kLanes) * in + kLine);
+    pack(x.typed_data(), packed(), rows, in, vectors);
+  };
+  parallel_for(pool, (outputs + kTaskOutputs - 1) / kTaskOutputs, prepare, [&](int64_t task) {
     const int64_t first = task * kTaskOutputs, n = std::min(kTaskOutputs, outputs - first);
-    for (int64_t r = 0; r < rows; r += kBlockRows)
-      product(x.typed_data() + r * in, kernel.typed_data() + first * in, y->typed_data() + r * outputs + first,
-              std::min(kBlockRows, rows - r), in, n, outputs);
+    const float* weights = kernel.typed_data() + first * in;
+    float* out = y->typed_data() + first;
+    if (!is_packed)
+      for (int64_t r = 0; r < rows; r += kBlockRows)
+        product(x.typed_data() + r * in, weights, out + r * outputs, std::min(kBlockRows, rows - r), in, n, outputs);
+    else if (vectors == 1) packed_product<1, 12>(packed(), weights, out, rows, in, n, outputs);
+    else packed_product<kPackedVecs, kPackedOutputs>(packed(), weights, out, rows, in, n, outputs);
   });
   return ffi::Error::Success();
 }
@@ -324,7 +451,7 @@ ffi::Error decode_attention(ffi::ThreadPool pool, F32 queries, F32 new_keys, F32
   if (dim % kLanes) return ffi::Error::InvalidArgument("llamarl_decode_attention: heads are not whole vectors");
   const float factor = 1.0f / std::sqrt(static_cast<float>(dim));
   std::memset(mixed->typed_data(), 0, mixed->size_bytes());
-  parallel_for(pool, prompts * heads, [&](int64_t task) {
+  parallel_for(pool, prompts * heads, [] {}, [&](int64_t task) {
     thread_local std::vector<const float*> read;
     thread_local std::vector<float*> written;
     thread_local std::vector<Head> own;
