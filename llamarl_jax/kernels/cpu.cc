@@ -4,9 +4,9 @@
 // product with one row on one core, and copies the weights into panels for more rows; these kernels read each weight once, on all cores,
 // and fetch the next block of weights from memory while the present one is in use.
 //
-// The result of a row does not depend on which other rows are computed with it: every dot product is summed in the same order, and
-// `multiply_add` rounds once or twice alike in all of them. Compilers must not choose (-ffp-contract=off): GCC for AMD's Zen fuses
-// products and sums in a loop with several sums, and not in one with a single sum.
+// The result of a row does not depend on what else is computed with it: with fewer than kLeastPackedRows rows every sum is made in one
+// order, with that many and more in another one, and `multiply_add` rounds once or twice alike in all of them. Compilers must not choose
+// (-ffp-contract=off): GCC for AMD's Zen fuses products and sums in a loop with several sums, and not in one with a single sum.
 //
 // Vectors are the compilers' own (GCC, Clang), as wide as the machine's registers; only `multiply_add` is specific to a processor.
 
@@ -415,29 +415,41 @@ using F32 = ffi::Buffer<ffi::F32>;
 using S32 = ffi::Buffer<ffi::S32>;
 using F32Result = ffi::Result<F32>;
 
+template <typename Prepare, typename Body>
+void for_outputs(ffi::ThreadPool& pool, int64_t outputs, const Prepare& prepare, const Body& body) {
+  parallel_for(pool, (outputs + kTaskOutputs - 1) / kTaskOutputs, prepare, [&](int64_t task) {
+    body(task * kTaskOutputs, std::min(kTaskOutputs, outputs - task * kTaskOutputs));
+  });
+}
+
+void linear_by_dots(ffi::ThreadPool& pool, const float* x, const float* w, float* y, int64_t rows, int64_t in, int64_t outputs) {
+  for_outputs(pool, outputs, [] {}, [&](int64_t o, int64_t n) { product(x, w + o * in, y + o, rows, in, n, outputs); });
+}
+
+void linear_by_rows(ffi::ThreadPool& pool, const float* x, const float* w, float* y, int64_t all, int64_t in, int64_t outputs) {
+  thread_local std::vector<float> scratch;
+  const auto packed = [] { return scratch.data() + (-reinterpret_cast<uintptr_t>(scratch.data()) % 64) / sizeof(float); };
+  for (int64_t r = 0; r < all; r += kBlockRows) {
+    const int64_t rows = std::min(kBlockRows, all - r);
+    const bool is_one = rows <= kLanes;
+    const auto prepare = [&] {
+      scratch.resize((kBlockRows + kPackedVecs * kLanes) * in + kLine);
+      pack(x + r * in, packed(), rows, in, is_one ? 1 : kPackedVecs);
+    };
+    for_outputs(pool, outputs, prepare, [&](int64_t o, int64_t n) {
+      const auto block = is_one ? packed_product<1, 12> : packed_product<kPackedVecs, kPackedOutputs>;
+      block(packed(), w + o * in, y + r * outputs + o, rows, in, n, outputs);
+    });
+  }
+}
+
 // x [B, I], kernel [O, I] → y [B, O].
 ffi::Error linear(ffi::ThreadPool pool, F32 x, F32 kernel, F32Result y) {
   const int64_t rows = x.dimensions()[0], in = x.dimensions()[1], outputs = kernel.dimensions()[0];
   if (in % kLanes || kernel.dimensions()[1] != in) return ffi::Error::InvalidArgument("llamarl_linear: inputs are not whole vectors");
-  const bool is_packed = kLeastPackedRows <= rows && rows <= kBlockRows;
-  const int64_t vectors = rows <= kLanes ? 1 : kPackedVecs;
-  thread_local std::vector<float> scratch;
-  const auto packed = [&] { return scratch.data() + (-reinterpret_cast<uintptr_t>(scratch.data()) % 64) / sizeof(float); };
-  const auto prepare = [&] {
-    if (!is_packed) return;
-    scratch.resize((kBlockRows + kPackedVecs * kLanes) * in + kLine);
-    pack(x.typed_data(), packed(), rows, in, vectors);
-  };
-  parallel_for(pool, (outputs + kTaskOutputs - 1) / kTaskOutputs, prepare, [&](int64_t task) {
-    const int64_t first = task * kTaskOutputs, n = std::min(kTaskOutputs, outputs - first);
-    const float* weights = kernel.typed_data() + first * in;
-    float* out = y->typed_data() + first;
-    if (!is_packed)
-      for (int64_t r = 0; r < rows; r += kBlockRows)
-        product(x.typed_data() + r * in, weights, out + r * outputs, std::min(kBlockRows, rows - r), in, n, outputs);
-    else if (vectors == 1) packed_product<1, 12>(packed(), weights, out, rows, in, n, outputs);
-    else packed_product<kPackedVecs, kPackedOutputs>(packed(), weights, out, rows, in, n, outputs);
-  });
+  // How a row is summed follows from the number of all rows, so that it is the same in every block.
+  rows < kLeastPackedRows ? linear_by_dots(pool, x.typed_data(), kernel.typed_data(), y->typed_data(), rows, in, outputs)
+                          : linear_by_rows(pool, x.typed_data(), kernel.typed_data(), y->typed_data(), rows, in, outputs);
   return ffi::Error::Success();
 }
 

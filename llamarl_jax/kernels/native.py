@@ -68,7 +68,10 @@ def num_lanes() -> int:
 
 
 def linear(x: Float[Array, "*shape I"], kernel: Float[Array, "O I"]) -> Float[Array, "*shape O"]:
-    """Returns x · kernelᵀ in float32. A row's result does not depend on the other rows.
+    """Returns x · kernelᵀ in float32.
+
+    What a row gives does not depend, bit for bit, on what the other rows are, and on their number only by whether there are at least eight
+    (sixteen, where a register holds sixteen numbers).
 
     Raises:
         NativeKernelError: there are no kernels in this process.

@@ -39,7 +39,7 @@ def normal(random: np.random.Generator, *shape: int) -> jax.Array:
 
 @needs_compiler
 class TestLinear:
-    @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 8, 11, 12, 16, 23, 24, 63, 64])
+    @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 8, 9, 11, 16, 17, 23, 24, 33, 63, 64, 130])
     @pytest.mark.parametrize("outputs", [1, 5, 6, 47, 48, 49, 200])
     def test_equals_a_float64_product(self, random, rows, outputs):
         """As close as float32 sums of 96 products can be."""
@@ -48,14 +48,22 @@ class TestLinear:
         exact, size = wide[0] @ wide[1].T, np.abs(wide[0]) @ np.abs(wide[1]).T
         assert np.max(np.abs(np.asarray(jax.jit(native.linear)(x, kernel)) - exact) / size) < 96 * 2**-24
 
-    @pytest.mark.parametrize("rows", [2, 5, 16, 64])
+    @pytest.mark.parametrize("rows", [2, 5, 7, 8, 9, 16, 24, 33, 64, 100])
     def test_a_row_does_not_depend_on_its_neighbours(self, random, rows):
-        """Bit for bit: a completion must be the same whatever else is decoded beside it."""
-        x, kernel = normal(random, rows, 576), normal(random, 100, 576)
-        together = np.asarray(jax.jit(native.linear)(x, kernel))
-        for row in range(rows):
-            alone = np.asarray(jax.jit(native.linear)(x[row : row + 1], kernel))
-            np.testing.assert_array_equal(together[row : row + 1], alone)
+        """Bit for bit: a completion must be the same in whichever slot it is decoded, and whatever beside it. 1,600 inputs are three blocks."""
+        x, kernel = normal(random, rows, 1600), normal(random, 100, 1600)
+        linear = jax.jit(native.linear)
+        together = np.asarray(linear(x, kernel))
+        for shift in (1, rows // 2, rows - 1):
+            moved = np.asarray(linear(jnp.roll(x, shift, axis=0).at[0].set(jnp.nan), kernel))
+            np.testing.assert_array_equal(moved[1:], np.roll(together, shift, axis=0)[1:])
+
+    @pytest.mark.parametrize("counts", [(1, 2, 5, 7), (16, 17, 24, 33, 64, 100)])
+    def test_nor_on_their_number_but_for_many_and_few(self, random, counts):
+        x, kernel = normal(random, counts[-1], 576), normal(random, 100, 576)
+        largest = np.asarray(jax.jit(native.linear)(x, kernel))
+        for rows in counts[:-1]:
+            np.testing.assert_array_equal(jax.jit(native.linear)(x[:rows], kernel), largest[:rows])
 
     def test_keeps_leading_dimensions(self, random):
         x, kernel = normal(random, 2, 3, 32), normal(random, 7, 32)
