@@ -37,6 +37,7 @@ from llamarl_jax.kernels.implementations import Kernels
 from llamarl_jax.meshes import named_sharding, replicated
 from llamarl_jax.models.kv_cache import CACHE_AXES, CacheType, KVCache, LayerCache, cache_length, has_scales, init_cache, resize
 from llamarl_jax.models.prompt_index import index_prompts
+from llamarl_jax.models.rope import Rope, rope_tables
 from llamarl_jax.models.transformer import Params, TransformerSpec, axis_units
 from llamarl_jax.quantization.fp8 import QuantizationConfig
 
@@ -474,9 +475,13 @@ class DecodeEngine:
             num_replicas=self.num_replicas,
         )
 
-        def step(state: DecodeState, _: None) -> tuple[DecodeState, tuple[Array, Array]]:
+        def rope(positions: Int[Array, " S"]) -> Rope:
+            return rope_tables(self.spec.config, positions[:, None])
+
+        def step(carry: tuple[DecodeState, Rope], _: None) -> tuple[tuple[DecodeState, Rope], tuple[Array, Array]]:
+            state, tables = carry
             own_positions = state.positions - num_shared
-            hidden, cache = model.step(state.tokens, state.positions, state.cache, own_positions, prompts, index, dtype=self._dtype)
+            hidden, cache = model.step(state.tokens, tables, state.cache, own_positions, prompts, index, dtype=self._dtype)
             uniforms = token_uniforms(state.key_data, state.positions)
             ids, logprobs = sample(model.logits(hidden), uniforms, state.sampling, is_truncated=is_truncated)
             emitted = jnp.where(state.is_live, ids, -1)
@@ -490,10 +495,11 @@ class DecodeEngine:
                 remaining=remaining,
                 is_live=state.is_live & ~is_stopped & (remaining > 0),
             )
-            return state, (emitted, jax.lax.bitcast_convert_type(logprobs, jnp.int32))
+            return (state, rope(state.positions)), (emitted, jax.lax.bitcast_convert_type(logprobs, jnp.int32))
 
         # Prompts do not change, so the loop does not carry them.
-        state, (ids, bits) = jax.lax.scan(step, state._replace(prompts=()), None, length=self.config.decode_steps_per_call)
+        first = state._replace(prompts=()), rope(state.positions)
+        (state, _), (ids, bits) = jax.lax.scan(step, first, None, length=self.config.decode_steps_per_call)
         return state._replace(prompts=prompts), jnp.concatenate([ids, bits, state.is_live[None].astype(jnp.int32)])
 
 

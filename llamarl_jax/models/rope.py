@@ -16,6 +16,9 @@ from jaxtyping import Array, Float, Int
 
 from llamarl_jax.models.config import ModelConfig
 
+Rope = tuple[Float[Array, "B T Q"], Float[Array, "B T Q"]]
+"""Cosines and sines of positions."""
+
 
 def inverse_frequencies(config: ModelConfig) -> np.ndarray:
     """Returns float32 [Q/2], radians per position of each rotated pair."""
@@ -31,7 +34,7 @@ def inverse_frequencies(config: ModelConfig) -> np.ndarray:
     return ((1 - smooth) * frequencies / scaling.factor + smooth * frequencies).astype(np.float32)
 
 
-def rope_tables(config: ModelConfig, positions: Int[Array, "B T"]) -> tuple[Float[Array, "B T Q"], Float[Array, "B T Q"]]:
+def rope_tables(config: ModelConfig, positions: Int[Array, "B T"]) -> Rope:
     """Returns float32 cosines and sines of every position."""
     angles = positions[..., None].astype(jnp.float32) * inverse_frequencies(config)
     angles = jnp.concatenate([angles, angles], axis=-1)

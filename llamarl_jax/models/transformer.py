@@ -36,7 +36,7 @@ from llamarl_jax.models.attention import attend, attend_cache, attend_prompt_and
 from llamarl_jax.models.config import ModelConfig
 from llamarl_jax.models.kv_cache import KVCache, LayerCache, write
 from llamarl_jax.models.prompt_index import PromptIndex
-from llamarl_jax.models.rope import rope_tables, rotate
+from llamarl_jax.models.rope import Rope, rope_tables, rotate
 from llamarl_jax.quantization.fp8 import DTYPE as FP8_DTYPE
 from llamarl_jax.quantization.fp8 import Mode, QuantizationConfig, fp8_linear, quantize
 from llamarl_jax.quantization.row_product import row_product
@@ -48,7 +48,6 @@ MOST_TENSOR_DEVICES = 64
 UNQUANTIZED = QuantizationConfig()
 
 Params = dict[str, Any]
-Rope = tuple[Float[Array, "B T Q"], Float[Array, "B T Q"]]
 Mixer = Callable[[Float[Array, "B T H Q"], Float[Array, "B T K Q"], Float[Array, "B T K Q"]], tuple[Array, LayerCache | None]]
 """Queries, keys and values of new tokens → what attention makes of them [B T H Q], and the cache that holds them, if there is one."""
 
@@ -260,12 +259,12 @@ class Transformer(nnx.Module):
             new = write(old, keys, values, start)
             return attend_cache(queries, new, mask), new
 
-        return self._run_list(token_ids, positions, [partial(mix, layer) for layer in cache], dtype)
+        return self._run_list(token_ids, rope_tables(self.config, positions), [partial(mix, layer) for layer in cache], dtype)
 
     def step(
         self,
         token_ids: Int[Array, " S"],
-        positions: Int[Array, " S"],
+        rope: Rope,
         cache: KVCache,
         own_positions: Int[Array, " S"],
         prompts: KVCache,
@@ -276,7 +275,8 @@ class Transformer(nnx.Module):
         """Appends one token to every slot, which sees its prompt and what its slot has of its own; needs the list form of the layers.
 
         Args:
-            positions: of the tokens in their sequences.
+            rope: `rope_tables` of the tokens' positions in their sequences [S, 1]. A loop over steps must carry them: of tables that are
+                made in the step XLA computes cosines and sines again in every layer, for each head.
             cache: what slots have of their own; the tokens are stored in it.
             own_positions: where in it.
             prompts: caches of prompts.
@@ -296,7 +296,7 @@ class Transformer(nnx.Module):
 
         part = part_of(self.kernels)
         mixers = [partial(mix, *layers) for layers in zip(cache, prompts, strict=True)]
-        hidden, cache = self._run_list(token_ids[:, None], positions[:, None], mixers, dtype)
+        hidden, cache = self._run_list(token_ids[:, None], rope, mixers, dtype)
         return hidden[:, 0], cache
 
     def logits(self, hidden: Float[Array, "*shape D"]) -> Float[Array, "*shape V"]:
@@ -311,13 +311,12 @@ class Transformer(nnx.Module):
         return jnp.where(jnp.arange(self.config.vocab_size) < self.config.valid_vocab_size, logits, UNKNOWN_ID_LOGIT)
 
     def _run_list(
-        self, token_ids: Int[Array, "B T"], positions: Int[Array, "B T"], mixers: Sequence[Mixer], dtype: Any
+        self, token_ids: Int[Array, "B T"], rope: Rope, mixers: Sequence[Mixer], dtype: Any
     ) -> tuple[Float[Array, "B T D"], KVCache]:
         """Runs the list form with a mixer for each layer; returns hidden states and the mixers' caches."""
         if isinstance(self.layers, Block):
             raise ValueError("decoding needs the list form of the layers; export the weights with llamarl_jax.weights first")
         x = constrain(self.embed(token_ids).astype(dtype), "rows", None, None)
-        rope = rope_tables(self.config, positions)
         caches = []
         for block, mix in zip(self.layers, mixers, strict=True):
             x, cache = block(x, rope, mix)

@@ -8,6 +8,7 @@ import pytest
 from llamarl_jax.meshes import build_mesh
 from llamarl_jax.models.kv_cache import init_cache
 from llamarl_jax.models.prompt_index import index_prompts
+from llamarl_jax.models.rope import rope_tables
 from llamarl_jax.models.transformer import UNKNOWN_ID_LOGIT, TransformerSpec, gate_up_block
 from tests.engine.tiny_engine import CONFIG, LISTED, STACKED, random_params, unstack
 
@@ -69,7 +70,11 @@ def test_steps_behind_a_shared_prompt_equal_the_full_forward(params):
     _, prefix = model.extend(jnp.stack([ids[2, :8], prompts[0, :8]]), jnp.zeros(2, jnp.int32), init_cache(CONFIG, 2, 16, "float32"))
     index = index_prompts(rows, num_shared, jnp.ones(4, bool), num_prompts=2, most_members=3, num_replicas=1)
     cache = init_cache(CONFIG, 4, LENGTH, "float32")
-    step = jax.jit(lambda tokens, positions, cache: model.step(tokens, positions, cache, positions - num_shared, prefix, index))
+
+    @jax.jit
+    def step(tokens, positions, cache):
+        return model.step(tokens, rope_tables(CONFIG, positions[:, None]), cache, positions - num_shared, prefix, index)
+
     for t in range(LENGTH - 8):
         positions = num_shared + t
         hidden, cache = step(ids[jnp.arange(4), positions], positions, cache)
