@@ -50,7 +50,7 @@ class TestLinear:
 
     @pytest.mark.parametrize("rows", [2, 5, 7, 8, 9, 16, 24, 33, 64, 100])
     def test_a_row_does_not_depend_on_its_neighbours(self, random, rows):
-        """Bit for bit: a completion must be the same in whichever slot it is decoded, and whatever beside it. 1,600 inputs: three blocks."""
+        """Bit for bit: a completion must be the same in whichever slot it is decoded, and whatever beside it. 1,600 inputs: 3 blocks."""
         x, kernel = normal(random, rows, 1600), normal(random, 100, 1600)
         linear = jax.jit(native.linear)
         together = np.asarray(linear(x, kernel))
