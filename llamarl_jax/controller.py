@@ -10,6 +10,8 @@
 | Reward    | completion groups      | a group, verdicts of the pool    | generator, worker processes         | trajectory groups   |
 | Trainer   | trajectory groups      | a legal batch                    | reward                              | steps, weights      |
 
+At a checkpoint in `boundary` mode the trainer also waits for the end of a round.
+
 Each loop is a thread; all share the staleness schedule. The first error in any of them, or a stall that the watchdog notices, closes every
 channel and is raised from `run`.
 """
@@ -124,6 +126,7 @@ def run(config: Config) -> RunSummary:
     meshes = build_meshes(config.placement)
     run_dir = Path(config.run_dir)
     policy = open_policy(config.model)
+    engine = _build_engine(config, policy, meshes)  # first, because it refuses too many slots before anything is allocated
     with ExitStack() as stack:
         checkpointer = stack.enter_context(Checkpointer(run_dir, config.checkpoint))
         train_step = _build_train_step(config, policy, meshes)
@@ -136,7 +139,7 @@ def run(config: Config) -> RunSummary:
 
         trainer = _build_trainer(config, policy, meshes, train_step, restored, checkpointer, links, books)
         reward = _build_reward(scorer, links, books)
-        generator = _build_generator(config, policy, meshes, scorer, checkpointer, links, books)
+        generator = _build_generator(config, policy, engine, scorer, checkpointer, links, books)
         with books.watchdog:
             run_executors({"generator": generator.run, "reward": reward.run, "trainer": trainer.run}, failure)
         books.timeline.save(run_dir)
@@ -235,10 +238,12 @@ def _build_reward(scorer: RewardScorer, links: _Links, books: _Books) -> Reward:
     )
 
 
-def _build_generator(
-    config: Config, policy: Policy, meshes: Meshes, scorer: RewardScorer, checkpointer: Checkpointer, links: _Links, books: _Books
-) -> Generator:
-    heartbeat = partial(books.watchdog.beat, "generator")
+def _build_engine(config: Config, policy: Policy, meshes: Meshes) -> DecodeEngine:
+    """Plans the generator's memory and builds its engine, which allocates nothing.
+
+    Raises:
+        ValueError: the slots do not fit.
+    """
     spec = policy.listed(config.engine.quantization)
     plan = plan_memory(
         spec,
@@ -247,15 +252,17 @@ def _build_generator(
         num_weight_copies=2 + (config.schedule.round_lag if config.schedule.mode == "boundary" else 0),
         reserved_bytes=_trainer_bytes(policy, meshes) if config.placement.kind == "shared" else 0,
     )
+    stop_ids = policy.stop_ids(config.engine.stop_texts)
+    return DecodeEngine(spec, meshes.generator, resolve_slots(config.engine, plan), eos_token_ids=stop_ids, seed=config.seed)
+
+
+def _build_generator(
+    config: Config, policy: Policy, engine: DecodeEngine, scorer: RewardScorer, checkpointer: Checkpointer, links: _Links, books: _Books
+) -> Generator:
+    heartbeat = partial(books.watchdog.beat, "generator")
     return Generator(
         config=config.generator,
-        engine=DecodeEngine(
-            spec,
-            meshes.generator,
-            resolve_slots(config.engine, plan),
-            eos_token_ids=policy.stop_ids(config.engine.stop_texts),
-            seed=config.seed,
-        ),
+        engine=engine,
         max_new_tokens=config.engine.max_new_tokens,
         dispatch_ahead=config.engine.dispatch_ahead,
         schedule=links.schedule,

@@ -53,7 +53,7 @@ class EvaluationResult:
         low, high: 95 % bootstrap interval of the accuracy (1,000 resamples, seed 0).
         num_scored, num_failed: answers with and without a verdict.
         mean_tokens: mean answer length.
-        truncation_rate: share of answers that used up their budget.
+        truncation_rate: share of answers that did not come to their end.
     """
 
     version: int
@@ -115,7 +115,7 @@ def evaluate(
         num_scored=len(scored),
         num_failed=len(rewards) - len(scored),
         mean_tokens=float(np.mean([len(c.token_ids) for c in completions])),
-        truncation_rate=float(np.mean([c.finish_reason is FinishReason.LENGTH for c in completions])),
+        truncation_rate=float(np.mean([c.finish_reason is not FinishReason.STOP for c in completions])),
         answers=tuple(
             Answer(
                 prompt=prompt.text,

@@ -29,7 +29,8 @@ class FinishReason(enum.StrEnum):
 
     STOP = "stop"  # an end-of-sequence id was sampled (it is the last token)
     LENGTH = "length"  # the token budget was used up
-    ABORTED = "aborted"  # a deadline or a shutdown cut it off
+    DEADLINE = "deadline"  # its time was used up
+    ABORTED = "aborted"  # the caller cut it off
 
 
 @dataclass(frozen=True, kw_only=True)

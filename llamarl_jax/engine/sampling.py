@@ -1,6 +1,6 @@
 """Draws one token per slot from a tempered, optionally truncated softmax and returns its log-probability under exactly that distribution.
 
-Sampling is by inverse transform in two levels (`llamarl_jax.engine.inverse_transform`): a block of the vocabulary with probability equal
+Sampling is by inverse transform in two levels (`llamarl_jax.engine.vocabulary`): a block of the vocabulary with probability equal
 to its mass, then a token inside the block. That needs two uniform numbers per token instead of one per vocabulary entry (the Gumbel
 trick), reads the exponentials that the log-softmax needs anyway, and can never return an entry of probability zero, because a search for
 the first cumulative sum *above* u · total skips entries that add nothing.

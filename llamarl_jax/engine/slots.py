@@ -37,7 +37,8 @@ class CompletionRequest:
     """One completion that is wanted; `ticket` comes back with it and means something to the caller only.
 
     Attributes:
-        deadline_s: seconds after its start at which it is cut off as it is; None for no limit. Only this makes a result depend on time.
+        deadline_s: seconds after its prompt is in its slot at which it is cut off as it is, with the tokens of at least one decode call;
+            a restart begins them anew. None for no limit. Only this makes a result depend on time.
     """
 
     ticket: int
@@ -71,11 +72,16 @@ class DecodeCounters:
 
 @dataclass
 class _Tenant:
-    """A completion in its seat; `num_dispatched` counts decode steps that were asked for, read or not."""
+    """A completion in its seat.
+
+    Attributes:
+        started_s: when its prompt was put into its slot.
+        num_dispatched: decode steps that were asked for, read or not.
+    """
 
     request: CompletionRequest
     seat: Seat
-    started_s: float
+    started_s: float | None = None
     num_dispatched: int = 0
     token_ids: list[np.ndarray] = field(default_factory=list)
     logprobs: list[np.ndarray] = field(default_factory=list)
@@ -91,7 +97,7 @@ class _Tenant:
 
     def is_late(self, now_s: float) -> bool:
         limit_s = self.request.deadline_s
-        return limit_s is not None and now_s - self.started_s > limit_s
+        return limit_s is not None and self.started_s is not None and now_s - self.started_s > limit_s
 
     def completion(self, reason: FinishReason) -> Completion:
         """Returns what it has emitted, as ended by `reason`."""
@@ -231,7 +237,7 @@ class SlotScheduler:
         if self._calls and (len(self._calls) > self._dispatch_ahead or not is_dispatched):
             self._read(self._calls.popleft())
         now_s = self._clock()
-        self._abort_where(lambda tenant: tenant.is_late(now_s))
+        self._cut_off(lambda tenant: tenant.is_late(now_s), FinishReason.DEADLINE)
         if is_tail and is_dispatched:
             self._counters.tail_s += now_s - started_s
         finished, self._finished = self._finished, []
@@ -254,19 +260,21 @@ class SlotScheduler:
             self._recompute_cache()
 
     def abort(self, tickets: Collection[int]) -> None:
-        """Ends completions as they are; the next `step` returns them with the reason `aborted`, without tokens if they had not started."""
+        """Ends completions as they are, with all that was dispatched for them; the next `step` returns them with the reason `aborted`.
+
+        Those that had not started have no tokens.
+        """
         wanted = set(tickets)
         if self._wave is not None and any(tenant.request.ticket in wanted for tenant in self._wave.members()):
             self._restart_wave(self._wave)
         for request in [request for request in self._queue if request.ticket in wanted]:
             self._queue.remove(request)
             self._finish(request, _not_started(request))
-        self._abort_where(lambda tenant: tenant.request.ticket in wanted)
+        self._cut_off(lambda tenant: tenant.request.ticket in wanted, FinishReason.ABORTED)
 
     def settle(self) -> list[tuple[int, Completion]]:
         """Reads every call that was dispatched, dispatches none, and returns what has ended as `step` does."""
-        while self._calls:
-            self._read(self._calls.popleft())
+        self._read_all()
         finished, self._finished = self._finished, []
         return finished
 
@@ -302,7 +310,7 @@ class SlotScheduler:
                 self._queue.append(request)
                 continue
             pieces = [known.token_ids], [known.behaviour_logprobs], [known.weight_versions]
-            self._tenants[seat.slot] = _Tenant(request, seat, self._clock(), 0, *pieces)
+            self._tenants[seat.slot] = _Tenant(request, seat, None, 0, *pieces)
         self._recompute_cache()
 
     def take_counters(self) -> DecodeCounters:
@@ -354,7 +362,7 @@ class SlotScheduler:
     def _seat_next(self, rows: list[PromptRow]) -> _Tenant | None:
         """Gives a seat to the first request of the queue, whose prompt is in `rows`; returns None if it has to wait."""
         seat = self._seats.take(rows)
-        return None if seat is None else _Tenant(self._queue.popleft(), seat, self._clock())
+        return None if seat is None else _Tenant(self._queue.popleft(), seat)
 
     def _next_wave(self) -> _Wave | None:
         families: list[_Family] = []
@@ -373,6 +381,8 @@ class SlotScheduler:
         return _Wave(self._engine.prefill(self._params, prompts), not self._tenants, dict(enumerate(families)))
 
     def _start(self, prefix: Prefix, members: Sequence[_Tenant]) -> None:
+        for tenant in members:
+            tenant.started_s = self._clock() if tenant.started_s is None else tenant.started_s
         self._tenants |= {tenant.seat.slot: tenant for tenant in members}
         self._fit()
         self._state = self._engine.insert(prefix, self._state, [tenant.slot_request() for tenant in members])
@@ -411,6 +421,10 @@ class SlotScheduler:
                 is_stopped = int(tenant.token_ids[-1][-1]) in self._engine.eos_token_ids
                 self._finish(tenant.request, tenant.completion(FinishReason.STOP if is_stopped else FinishReason.LENGTH))
 
+    def _read_all(self) -> None:
+        while self._calls:
+            self._read(self._calls.popleft())
+
     def _append(self, tenant: _Tenant, slot: int, result: ResultTokens, version: int) -> None:
         num_emitted = int(result.is_emitted[:, slot].sum())
         tenant.token_ids.append(result.token_ids[:num_emitted, slot])
@@ -418,7 +432,11 @@ class SlotScheduler:
         tenant.weight_versions.append(np.full(num_emitted, version, np.int32))
         self._counters.num_kept_tokens += num_emitted
 
-    def _abort_where(self, is_chosen: Callable[[_Tenant], bool]) -> None:
+    def _cut_off(self, is_chosen: Callable[[_Tenant], bool], reason: FinishReason) -> None:
+        """Ends running completions, after reading what is on its way for them, which may end some by itself."""
+        if not any(map(is_chosen, self._tenants.values())):
+            return
+        self._read_all()
         slots = [slot for slot, tenant in self._tenants.items() if is_chosen(tenant)]
         if not slots:
             return
@@ -426,12 +444,11 @@ class SlotScheduler:
         for slot in slots:
             tenant = self._tenants[slot]
             self._vacate(slot)
-            self._finish(tenant.request, tenant.completion(FinishReason.ABORTED))
+            self._finish(tenant.request, tenant.completion(reason))
 
     def _recompute_cache(self) -> None:
         """Prefills every running completion as far as it has come, with the weights in force, into the slot that it has."""
-        while self._calls:
-            self._read(self._calls.popleft())
+        self._read_all()
         running = [tenant for _, tenant in sorted(self._tenants.items())]
         sequences = [np.concatenate([tenant.request.prompt.token_ids, *tenant.token_ids]) for tenant in running]
         self._count_prefills(sequences)
@@ -450,7 +467,7 @@ class SlotScheduler:
         self._seats.leave(self._tenants.pop(slot).seat)
 
     def _finish(self, request: CompletionRequest, completion: Completion) -> None:
-        if completion.finish_reason is FinishReason.ABORTED:
+        if completion.finish_reason in (FinishReason.ABORTED, FinishReason.DEADLINE):
             self._counters.num_aborted += 1
         self._finished.append((request.ticket, completion))
 

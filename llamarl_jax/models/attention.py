@@ -6,7 +6,8 @@ values and the logarithm of the sum of its scores' exponentials (lse), from whic
     mixed = Σ_parts e^(lse_part − lse) · mixed_part,    lse = log Σ_parts e^lse_part
 
 A part has two implementations with one signature: `attend_part` here, for every device, and a kernel for GPUs
-(`llamarl_jax.kernels.gpu`). `part_of` chooses.
+(`llamarl_jax.kernels.gpu`). `part_of` chooses. The kernel for CPUs (`llamarl_jax.kernels.native`) does both parts at once and stores the
+new token as well, so it stands beside them.
 
 Dimensions: B rows, T query tokens, C key positions, H query heads, K key-value heads, G = H / K, Q head dim, S slots, R prompts, P prompt
 positions.

@@ -5,7 +5,7 @@ and stages it whole. `take` and `take_newest` run on the generator's thread: the
 puts it in force between two decode calls by one assignment. Nothing half-written is ever visible, and a version has its number from the
 trainer's committed steps, not from a count of calls.
 
-In `boundary` mode every version is kept, in order, until it is taken; the staleness bound limits them to max(S, 1). In `in_flight` mode a
+In `boundary` mode every version is kept, in order, until it is taken; the staleness bound limits them to S − C + 1. In `in_flight` mode a
 new version replaces one that was not taken yet, so at most one waits.
 """
 

@@ -1,3 +1,5 @@
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -128,7 +130,14 @@ def test_new_temperature_budget_prompt_or_weights_compile_nothing(params):
     slots.swap_weights(place(engine, unstack(random_params(STACKED, seed=1))), 1)
     slots.submit(requests(make_prompts([10, 16, 18, 24], seed=5), 4, temperature=0.3, max_new_tokens=4))
     run_to_end(slots)
+    slots.submit(requests(make_prompts([7], seed=6), 1))  # a single completion
+    run_to_end(slots)
     assert engine.num_compilations() == before
+    truncations: list[dict[str, Any]] = [{"top_p": 0.9}, {"top_p": 0.5, "temperature": 2.0}, {"top_k": 3}, {"min_p": 0.1, "top_k": 50}]
+    for truncation in truncations:
+        slots.submit(requests(make_prompts([3, 20], seed=7), 2, **truncation))
+        run_to_end(slots)
+    assert engine.num_compilations() == {**before, "generate": 2}  # truncated sampling is one program more, whichever kind it is
 
 
 def test_slots_are_refilled_at_once_and_one_prefill_serves_a_group(params):

@@ -1,13 +1,15 @@
 """What the slot scheduler promises whatever is dispatched when: same tokens, clean slots, honest versions."""
 
+import itertools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from llamarl_jax.engine.slots import SlotScheduler
-from llamarl_jax.models.kv_cache import cache_length
+from llamarl_jax.models.kv_cache import cache_length, init_cache
 from llamarl_jax.models.transformer import Params
 from llamarl_jax.types import Completion, FinishReason
 from tests.engine.tiny_engine import (
@@ -165,9 +167,43 @@ def test_a_deadline_cuts_a_completion_off(params):
     while not slots.is_idle:
         finished.update(slots.step())
         now[0] += 4.0
-    assert finished[0].finish_reason is FinishReason.ABORTED
+    assert finished[0].finish_reason is FinishReason.DEADLINE
     assert len(finished[0].token_ids) == 8 * 4  # at 0, 4, 8 and 12 seconds
-    assert finished[1].finish_reason is not FinishReason.ABORTED
+    assert finished[1].finish_reason is not FinishReason.DEADLINE
+
+
+@pytest.mark.parametrize("dispatch_ahead", [0, 1, 3])
+def test_what_was_dispatched_is_read_before_a_completion_is_cut_off(params, dispatch_ahead):
+    """A deadline that is over at once leaves the tokens of one call: a completion without any could not be trained on."""
+    options: dict[str, Any] = {"num_slots": 2, "eos_token_ids": (), **LONG}
+    now = itertools.count()
+    late = _start(params, dispatch_ahead=dispatch_ahead, clock=lambda: float(next(now)), **options)
+    late.submit(requests(make_prompts([5, 9]), 1, max_new_tokens=120, deadline_s=0.5))
+    finished = run_to_end(late)
+    assert {t: (c.finish_reason, len(c.token_ids)) for t, c in finished.items()} == dict.fromkeys((0, 1), (FinishReason.DEADLINE, 8))
+    aborted = _start(params, dispatch_ahead=dispatch_ahead, **options)
+    aborted.submit(requests(make_prompts([5, 9]), 1, max_new_tokens=120))
+    aborted.step()
+    aborted.step()
+    aborted.abort([1])
+    finished = dict(aborted.step())
+    assert (finished[1].finish_reason, len(finished[1].token_ids)) == (FinishReason.ABORTED, 16)
+
+
+@pytest.mark.parametrize("slots_per_prompt", [1, 2])
+def test_siblings_that_start_after_a_swap_have_a_prefix_of_the_new_weights(params, slots_per_prompt):
+    """Neither the prefix kept for them nor the row that the first ones read may serve them."""
+    other, (prompt,) = random_params(STACKED, seed=1), make_prompts([20])
+    engine = make_engine(num_slots=2, slots_per_prompt=slots_per_prompt, eos_token_ids=(), **LONG)
+    slots = _start(params, engine)
+    slots.submit(requests([prompt], 6, max_new_tokens=24, temperature=0.9))
+    slots.step()
+    slots.swap_weights(place(engine, unstack(other)), 1)
+    finished = run_to_end(slots)
+    late = [c for c in finished.values() if c.weight_versions[0] == 1]
+    assert len(late) == 4
+    for completion in late:
+        np.testing.assert_allclose(completion.behaviour_logprobs, trainer_logprobs(other, prompt, completion, 0.9), atol=2e-5)
 
 
 @pytest.mark.parametrize(("dispatch_ahead", "slots_per_prompt"), [(0, 1), (1, 1), (0, 2)])
@@ -272,26 +308,41 @@ def test_a_swap_while_a_prompt_is_prefilled_starts_it_again(params):
     np.testing.assert_allclose(completion.behaviour_logprobs, trainer_logprobs(other, prompts[1], completion, 2.0), atol=2e-5)
 
 
-def test_rapid_swaps_show_one_version_in_each_forward_pass(params):
-    """Constant-filled weights: with version v every logit is the same, so log-probs are exactly those of uniform ids, never a NaN."""
-    engine = make_engine(num_slots=4, **LONG)
-    shapes = engine.spec.shapes
-    constant = [place(engine, jax.tree.map(lambda x, v=v: np.full(x.shape, v, np.float32), shapes)) for v in (0.01, 0.02, 0.03)]
-    slots = SlotScheduler(engine, constant[0], 0, dispatch_ahead=1)
-    slots.submit(requests(make_prompts([5] * 60), 4, max_new_tokens=120))
-    num_live = []
+def test_rapid_swaps_show_one_version_in_each_forward_pass():
+    """Every token again, one by one, with the weights that its stamp names: layers of one version and a head of another would show."""
+    engine = make_engine(num_slots=4, eos_token_ids=(), **LONG)
+    versions = [unstack(random_params(STACKED, seed=seed, scale=3.0)) for seed in range(3)]
+    placed = [place(engine, params) for params in versions]
+    slots = SlotScheduler(engine, placed[0], 0, dispatch_ahead=1)
+    prompts = make_prompts([5] * 60)
+    slots.submit(requests(prompts, 4, max_new_tokens=120))
+    num_bytes = []
     finished, version = {}, 0
-    while not slots.is_idle and version < 200:
+    while version < 200:
         version += 1
-        slots.swap_weights(constant[version % 3], version)
+        slots.swap_weights(placed[version % 3], version)
         finished.update(slots.step())
-        num_live.append(len(jax.live_arrays()))
-    assert version == 200
-    uniform = -np.log(290)
-    for completion in finished.values():
-        np.testing.assert_allclose(completion.behaviour_logprobs, uniform, atol=1e-4)
-        versions, counts = np.unique(completion.weight_versions, return_counts=True)
-        assert (np.diff(versions) == 1).all()
-        assert (counts[:-1] == 8).all()  # eight steps a call, one version each
-    assert len(finished) > 4
-    assert max(num_live[100:]) <= max(num_live[20:100])
+        num_bytes.append(sum(array.nbytes for array in jax.live_arrays()))
+    assert len(finished) > 40
+    assert max(num_bytes[100:]) <= max(num_bytes[20:100])
+    stacked = jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(leaf) for leaf in leaves]), *versions)
+
+    @jax.jit
+    def replay(ids: jax.Array, stamps: jax.Array) -> jax.Array:
+        def step(cache: Any, token: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
+            position, token_id, stamp = token
+            model = engine.spec.bind(jax.tree.map(lambda leaf: leaf[stamp % 3], stacked))
+            hidden, cache = model.extend(token_id[None, None], position[None], cache)
+            return cache, jax.nn.log_softmax(model.logits(hidden)[0, 0])
+
+        empty = init_cache(engine.spec.config, 1, 128, "float32")
+        return jax.lax.scan(step, empty, (jnp.arange(len(ids)), ids, stamps))[1]
+
+    for ticket, completion in sorted(finished.items())[::5]:
+        stamps = completion.weight_versions
+        assert (np.diff(stamps[::8]) == 1).all()
+        assert (stamps == np.repeat(stamps[::8], 8)).all()  # eight steps a call, one version each
+        ids = np.concatenate([prompts[ticket // 4].token_ids, completion.token_ids])
+        # The prompt's last token is read by the first step, the others by the prefill before it.
+        logprobs = replay(ids[:-1], np.concatenate([np.full(4, stamps[0]), stamps]))
+        np.testing.assert_allclose(completion.behaviour_logprobs, logprobs[np.arange(4, 124), completion.token_ids], atol=1e-4)

@@ -23,13 +23,13 @@ from llamarl_jax.losses.normalisation import denominator
 from llamarl_jax.meshes import build_meshes
 from llamarl_jax.models.hf_export import export_model
 from llamarl_jax.models.hugging_face import open_tensors
-from llamarl_jax.policy import open_policy
+from llamarl_jax.policy import Policy, open_policy
 from llamarl_jax.quantization.fp8 import QuantizationConfig
 from llamarl_jax.rewards.api import RewardInput, RewardTerm
 from llamarl_jax.rewards.exact import DigitShare
 from llamarl_jax.rewards.pool import RewardFailureError
 from llamarl_jax.train_step import TrainStep
-from llamarl_jax.types import Trajectory, TrajectoryBatch, TrajectoryGroup
+from llamarl_jax.types import FinishReason, Trajectory, TrajectoryBatch, TrajectoryGroup
 from llamarl_jax.weights.export import WeightExporter
 from tests.integration.tiny_run import assert_same_weights, run, tiny_config
 
@@ -307,3 +307,23 @@ def test_a_float8_decoder_stays_close_to_the_trainer_after_several_steps_and_syn
         assert row["ratio/effective_sample_size"] > 0.98
         assert row["sync/is_verified"] == 1
     assert rows[-1]["mismatch/logprob_abs_mean"] < 3 * rows[0]["mismatch/logprob_abs_mean"]
+
+
+@pytest.mark.parametrize("dispatch_ahead", [0, 2])
+def test_a_run_whose_completions_are_all_cut_off_by_their_deadline(tmp_path, dispatch_ahead):
+    """Each has the tokens of one call at least, so it is trained on like any other."""
+    options = {"engine": {"dispatch_ahead": dispatch_ahead}, "generator": {"completion_deadline_s": 1e-9}}
+    record = run(tiny_config(tmp_path, schedule={"num_steps": 2}, **options))
+    completions = [t.completion for _, groups in record.batches for group in groups for t in group.trajectories]
+    assert len(completions) == 2 * 12
+    assert {c.finish_reason for c in completions} <= {FinishReason.DEADLINE, FinishReason.STOP}
+    assert FinishReason.DEADLINE in {c.finish_reason for c in completions}
+    assert all(1 <= len(c.token_ids) <= 2 * (1 + dispatch_ahead) for c in completions)
+    assert all(row["completion/truncation_rate"] > 0 for row in record.rows)
+
+
+def test_too_many_slots_are_refused_before_anything_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(Policy, "load_params", lambda *_: pytest.fail("weights were loaded"))
+    with pytest.raises(ValueError, match=r"engine\.num_slots.*100000000"):
+        run(tiny_config(tmp_path / "run", engine={"num_slots": 100_000_000}))
+    assert not (tmp_path / "run").exists()
