@@ -5,6 +5,7 @@ share the tests (pytest -n), they share them too.
 """
 
 import os
+import sys
 import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -24,3 +25,9 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 jaxtyping.install_import_hook(
     ["llamarl_jax.models", "llamarl_jax.engine", "llamarl_jax.losses", "llamarl_jax.weights", "llamarl_jax.train_step"], "beartype.beartype"
 )
+
+
+def pytest_sessionfinish() -> None:
+    """Saves what this process executed: pytest -n kills a process that takes more than ten seconds to end."""
+    if (coverage := sys.modules.get("coverage")) and (measured := coverage.Coverage.current()):
+        measured.save()
