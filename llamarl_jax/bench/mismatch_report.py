@@ -12,6 +12,7 @@ from rich.table import Table
 
 from llamarl_jax.bench.distance import Distance
 from llamarl_jax.bench.mismatch_options import MismatchOptions
+from llamarl_jax.bench.report import plain_facts
 
 COLUMNS = ("mode", "KV cache", "MB", "KV B", "mean |Δ|", "max |Δ|", "KL", "ESS", "same")
 
@@ -86,17 +87,11 @@ def print_report(report: MismatchReport, console: Console) -> None:
 
 
 def as_plain(report: MismatchReport) -> dict[str, Any]:
-    """Returns the report as JSON values; the settings leave out the folders of this machine."""
-    settings = {name: value for name, value in asdict(report.options).items() if name not in ("model", "output_dir")}
-    settings["prompts"] = "built in" if report.options.prompts is None else report.options.prompts.name
+    """Returns the report as JSON values."""
+    facts = plain_facts("mismatch", report)
+    facts["settings"]["prompts"] = facts["settings"]["prompts"] or "built in"
     return {
-        "benchmark": "mismatch",
-        "started": report.started.isoformat(timespec="seconds"),
-        "model": report.model,
-        "weights": report.origin,
-        "settings": settings,
-        "hardware": report.hardware,
-        "versions": report.versions,
+        **facts,
         "batch": {"completion_tokens": report.num_tokens, "fingerprint": report.batch_fingerprint, "rows_per_chunk": report.rows_per_chunk},
         "engine_record": {"logprob_abs_mean": report.recorded[0], "logprob_abs_max": report.recorded[1]},
         "rows": [_plain_row(row) for row in report.rows],

@@ -6,7 +6,7 @@ import datetime
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich import box
 from rich.console import Console
@@ -111,17 +111,35 @@ def write_json(values: dict[str, Any], path: Path) -> None:
     path.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def as_plain(report: DecodeReport) -> dict[str, Any]:
-    """Returns the report as JSON values; the settings leave out the folders of this machine."""
+class RunFacts(Protocol):
+    """What the reports of all benchmarks say of their run; `options` is a dataclass with `model` and `output_dir`."""
+
+    started: datetime.datetime
+    model: str
+    origin: str
+    options: Any
+    hardware: dict[str, Any]
+    versions: dict[str, str]
+
+
+def plain_facts(benchmark: str, report: RunFacts) -> dict[str, Any]:
+    """Returns the start of a benchmark's JSON file; the settings leave out the folders of this machine."""
     settings = {name: value for name, value in asdict(report.options).items() if name not in ("model", "output_dir")}
     return {
-        "benchmark": "decode",
+        "benchmark": benchmark,
         "started": report.started.isoformat(timespec="seconds"),
         "model": report.model,
         "weights": report.origin,
-        "settings": settings,
+        "settings": {name: value.name if isinstance(value, Path) else value for name, value in settings.items()},
         "hardware": report.hardware,
         "versions": report.versions,
+    }
+
+
+def as_plain(report: DecodeReport) -> dict[str, Any]:
+    """Returns the report as JSON values."""
+    return {
+        **plain_facts("decode", report),
         "load_average_before": report.load_average,
         "limits": asdict(report.limits),
         "least_work_of_a_step": {str(batch): asdict(cost) for batch, cost in report.costs.items()},

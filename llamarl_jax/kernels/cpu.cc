@@ -200,7 +200,7 @@ void product(const float* x, const float* w, float* y, int64_t rows, int64_t in,
 
 // Products with many rows. The dot products above keep numbers of one row in a vector; here a vector has one number of each of kLanes rows.
 // So a weight is read once for all of them, nothing is added up across lanes at the end, and from the second-level cache come a third of the
-// bytes. The price is that x is transposed first, by each thread for itself: a 100th of the work at 16 rows.
+// bytes. The price is that x is transposed first, by each thread for itself.
 
 // Transposes a square of kLanes × kLanes numbers.
 template <int S, size_t... L> inline void exchange(Vec& a, Vec& b, std::index_sequence<L...>) {
@@ -426,19 +426,21 @@ void linear_by_dots(ffi::ThreadPool& pool, const float* x, const float* w, float
   for_outputs(pool, outputs, [] {}, [&](int64_t o, int64_t n) { product(x, w + o * in, y + o, rows, in, n, outputs); });
 }
 
+// Room for the packed rows of a block, at the start of a cache line. A function, so that each thread makes its own at first use.
+float* packed_rows(int64_t in) {
+  thread_local std::vector<float> room;
+  room.resize((kBlockRows + kPackedVecs * kLanes) * in + kLine);
+  return room.data() + (-reinterpret_cast<uintptr_t>(room.data()) % 64) / sizeof(float);
+}
+
 void linear_by_rows(ffi::ThreadPool& pool, const float* x, const float* w, float* y, int64_t all, int64_t in, int64_t outputs) {
-  thread_local std::vector<float> scratch;
-  const auto packed = [] { return scratch.data() + (-reinterpret_cast<uintptr_t>(scratch.data()) % 64) / sizeof(float); };
   for (int64_t r = 0; r < all; r += kBlockRows) {
     const int64_t rows = std::min(kBlockRows, all - r);
     const bool is_one = rows <= kLanes;
-    const auto prepare = [&] {
-      scratch.resize((kBlockRows + kPackedVecs * kLanes) * in + kLine);
-      pack(x + r * in, packed(), rows, in, is_one ? 1 : kPackedVecs);
-    };
+    const auto prepare = [&] { pack(x + r * in, packed_rows(in), rows, in, is_one ? 1 : kPackedVecs); };
     for_outputs(pool, outputs, prepare, [&](int64_t o, int64_t n) {
       const auto block = is_one ? packed_product<1, 12> : packed_product<kPackedVecs, kPackedOutputs>;
-      block(packed(), w + o * in, y + r * outputs + o, rows, in, n, outputs);
+      block(packed_rows(in), w + o * in, y + r * outputs + o, rows, in, n, outputs);
     });
   }
 }

@@ -12,6 +12,7 @@ from llamarl_jax.bench.decode import OurDecoder, bench_decode
 from llamarl_jax.bench.options import DecodeOptions
 from llamarl_jax.bench.sample import Sample
 from llamarl_jax.bench.workload import make_prompts, open_workload
+from tests.bench.command_line import run_to_exit
 
 SMALL: dict[str, Any] = {
     "model": "tiny",
@@ -137,15 +138,8 @@ def test_options_that_make_no_sense(changes, message):
         DecodeOptions(**changes)
 
 
-def _run(argv, capsys):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(argv)
-    captured = capsys.readouterr()
-    return stop.value.code, captured.out, captured.err
-
-
 def test_help(capsys):
-    status, out, _ = _run(["bench", "decode", "--help"], capsys)
+    status, out, _ = run_to_exit(["bench", "decode", "--help"], capsys)
     assert status == 0
     for option in ("--model", "--batches", "--prompt-tokens", "--new-tokens", "--dtype", "--repeats", "--peers", "--output-dir"):
         assert option in out
@@ -154,17 +148,17 @@ def test_help(capsys):
 
 
 def test_wrong_names_suggest_the_nearest(capsys):
-    status, _, err = _run(["bench", "decde"], capsys)
+    status, _, err = run_to_exit(["bench", "decde"], capsys)
     assert status == 2
     assert "llamarl bench has no benchmark 'decde'; did you mean 'decode'?" in err
-    status, _, err = _run(["bench", "decode", "--batchs", "1"], capsys)
+    status, _, err = run_to_exit(["bench", "decode", "--batchs", "1"], capsys)
     assert status == 2
     assert "--batches" in err
-    assert _run(["bench"], capsys)[0] == 2
+    assert run_to_exit(["bench"], capsys)[0] == 2
 
 
 def test_a_wrong_value_is_one_message(capsys):
-    status, _, err = _run(["bench", "decode", "--batches", "0"], capsys)
+    status, _, err = run_to_exit(["bench", "decode", "--batches", "0"], capsys)
     assert status == 2
     assert "batches has 0" in err
     assert "Traceback" not in err

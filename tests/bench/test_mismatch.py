@@ -9,6 +9,7 @@ from llamarl_jax import cli
 from llamarl_jax.bench.mismatch import bench_mismatch, cache_token_bytes, make_batch
 from llamarl_jax.bench.mismatch_options import MismatchOptions
 from llamarl_jax.policy import open_policy
+from tests.bench.command_line import run_to_exit
 
 
 @pytest.fixture(autouse=True)
@@ -99,15 +100,8 @@ def test_options_that_make_no_sense(changes, message):
         MismatchOptions(**changes)
 
 
-def _run(argv, capsys):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(argv)
-    captured = capsys.readouterr()
-    return stop.value.code, captured.out, captured.err
-
-
 def test_help(capsys):
-    status, out, _ = _run(["bench", "mismatch", "--help"], capsys)
+    status, out, _ = run_to_exit(["bench", "mismatch", "--help"], capsys)
     assert status == 0
     for option in ("--model", "--modes", "--kv-dtypes", "--dtype", "--prompts", "--new-tokens", "--seed", "--output-dir"):
         assert option in out
@@ -116,13 +110,13 @@ def test_help(capsys):
 
 
 def test_wrong_words_are_named(capsys):
-    status, _, err = _run(["bench", "mismtach"], capsys)
+    status, _, err = run_to_exit(["bench", "mismtach"], capsys)
     assert status == 2
     assert "did you mean 'mismatch'?" in err
-    status, _, err = _run(["bench", "mismatch", "--modes", "w4"], capsys)
+    status, _, err = run_to_exit(["bench", "mismatch", "--modes", "w4"], capsys)
     assert status == 2
     assert "w4" in err
-    status, _, err = _run(["bench", "mismatch", "--new-tokens", "0"], capsys)
+    status, _, err = run_to_exit(["bench", "mismatch", "--new-tokens", "0"], capsys)
     assert status == 2
     assert "new_tokens is 0" in err
     assert "Traceback" not in err
