@@ -109,7 +109,7 @@ def lower_prefill(model: ModelConfig, engine: EngineConfig, mesh: Mesh, *, num_r
     """Traces the prefill of one chunk on a mesh of any devices.
 
     Args:
-        num_rows: prompts.
+        num_rows: prompts, a multiple of the replicas.
         bucket: padded length of the prompts, which is that of the cache; with more tokens than a chunk holds, a later chunk is traced.
     """
     decoder, params = _decoder(model, engine, mesh)
@@ -121,7 +121,7 @@ def lower_prefill(model: ModelConfig, engine: EngineConfig, mesh: Mesh, *, num_r
         units = {**axis_units(model), "kv_heads": 1}
         cache = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=named_sharding(mesh, CACHE_AXES[: len(x.shape)], x.shape, units)),
-            first.out_info,
+            first.out_info[0],
         )
         return decoder._prefill_next.lower(params, cache, token_ids, jax.ShapeDtypeStruct((), jnp.int32))
 

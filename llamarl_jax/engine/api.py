@@ -5,8 +5,8 @@ pure functions on explicit state; weights are an argument of every call, so a we
 Who is in which slot, and when, is the business of `llamarl_jax.engine.slots`.
 
 The state has two caches. A *prompt row* holds a prompt and is read by all slots that complete it, up to `most_members`. What comes behind
-the prompt is each slot's own. Slots and prompt rows are split alike over the replicas of the mesh, in order, and a slot's prompt row must
-be one of its own replica.
+the prompt is each slot's own. Slots and prompt rows are split alike over the replicas of the mesh, in order. A prompt is prefilled on the
+replica of the slots that complete it, where its row must be too.
 
 `prefill` computes keys and values of all prompt tokens but the last. The last one is fed by the first decode step, so every sampled
 token, the first included, comes from the same program and is stamped with the weights of its `generate` call.
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Array, Bool, Int, UInt32
@@ -30,15 +30,39 @@ from llamarl_jax.models.kv_cache import KVCache
 from llamarl_jax.models.transformer import Params
 
 
+class PrefillRequest(NamedTuple):
+    """A prompt of int32 [P] ids, and the replica on which it is wanted."""
+
+    token_ids: np.ndarray
+    replica: int
+
+
 class Prefix(NamedTuple):
-    """A prefilled prompt: its row in cache arrays of a bucket's length (shared with the prompts prefilled along with it), the last prompt
-    token, and the prompt's length in tokens.
+    """A prefilled prompt: its replica, its row in that replica's part of cache arrays of a bucket's length (shared with the prompts
+    prefilled along with it), the last prompt token, and the prompt's length in tokens.
     """
 
     cache: KVCache
+    replica: int
     row: int
     last_token: int
     num_tokens: int
+
+
+@runtime_checkable
+class Mark(Protocol):
+    """Something that the device has when it has done some work, such as an array."""
+
+    def block_until_ready(self) -> Any:
+        """Waits for it."""
+        ...
+
+
+class Prefilled(NamedTuple):
+    """One turn of a prefill: the prefixes that it finished, by the number of their request, and what is there when it is done."""
+
+    prefixes: dict[int, Prefix]
+    mark: Mark
 
 
 class DecodeState(NamedTuple):
@@ -117,13 +141,11 @@ class Engine(Protocol):
         """Returns a state with every slot free and the shortest cache."""
         ...
 
-    def prefill(self, params: Params, prompts: Sequence[np.ndarray]) -> Iterator[dict[int, Prefix]]:
-        """Caches prompts of int32 [P] ids piece by piece: each item is the work of at most one chunk, and holds the prompts that it
-        finished, by their index.
-        """
+    def prefill(self, params: Params, requests: Sequence[PrefillRequest]) -> Iterator[Prefilled]:
+        """Caches prompts turn by turn: each item is the work of at most one chunk."""
         ...
 
-    def insert(self, prefix: Prefix, state: DecodeState, requests: Sequence[SlotRequest]) -> DecodeState:
+    def bulk_insert(self, prefix: Prefix, state: DecodeState, requests: Sequence[SlotRequest]) -> DecodeState:
         """Starts completions of one prompt in free slots, and puts the prompt into their rows."""
         ...
 

@@ -4,22 +4,25 @@ Compiled programs, all for the whole run:
 
 | program | one for each |
 |---|---|
-| prefill | power-of-two prompt bucket × 1, 4, 16, … prompts, as many as a chunk holds |
+| prefill | power-of-two prompt bucket × 1, 4, 16, … prompts of each replica, as many as a chunk holds |
+| prefill, the next chunk | bucket longer than a chunk × chunk, a half, a quarter or an eighth of one |
 | store a prompt | prefill × length of the prompts' cache |
 | store a completion so far | prefill × length of the slots' own cache, where it is computed again |
 | start | one |
 | generate | pair of both lengths (× whether any slot truncates) |
 | resize | change of a length |
 
-Both lengths are powers of two from 64 up to the longest prompt, and the longest completion. Temperature, truncation, budgets,
-end-of-sequence ids and weights are traced, so changing them compiles nothing. Results cross to the host as one packed int32 array per call.
+Nothing that a replica of the mesh does needs another one: it prefills, keeps and completes prompts of its own, so no program has a
+collective over the data axis. Both lengths are powers of two from 64 up to the longest prompt, and the longest completion. Temperature,
+truncation, budgets, end-of-sequence ids and weights are traced, so changing them compiles nothing. Results cross to the host as one packed
+int32 array per call, of which each replica sends its part.
 
-Dimensions: S slots, N steps of a call, B prompts of a prefill, T prompt tokens, E end-of-sequence ids, W requests of an insert.
+Dimensions: S slots, N steps of a call, B prompts of a prefill, T prompt tokens, E end-of-sequence ids, W requests of an insert, D replicas.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -27,14 +30,14 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int
 
-from llamarl_jax.engine.api import DecodeState, Prefix, ResultTokens, SlotRequest
+from llamarl_jax.engine.api import DecodeState, Prefilled, PrefillRequest, Prefix, ResultTokens, SlotRequest
 from llamarl_jax.engine.kernel_choice import choose_kernels
 from llamarl_jax.engine.sampling import SamplingArrays, completion_key, sample, token_uniforms
 from llamarl_jax.kernels.implementations import Kernels
-from llamarl_jax.meshes import named_sharding, replicated
+from llamarl_jax.meshes import constrain, named_sharding, replicated
 from llamarl_jax.models.kv_cache import CACHE_AXES, CacheType, KVCache, LayerCache, cache_length, has_scales, init_cache, resize
 from llamarl_jax.models.prompt_index import index_prompts
 from llamarl_jax.models.rope import Rope, rope_tables
@@ -46,6 +49,8 @@ MIN_CACHE_TOKENS = 64
 MAX_INSERT_ROWS = 8
 """Requests that one insert call serves; fewer are padded."""
 CAPACITY_MULTIPLE_TOKENS = 16
+LAST_CHUNK_PARTS = 8
+"""The last chunk of a long prompt is padded to a power of two, but to no less than this part of a chunk, so that there are few programs."""
 MEMBERS_PER_SHARE = 4
 """Slots that may read one prompt row, as a multiple of `EngineConfig.slots_per_prompt`, where that is above 1."""
 
@@ -70,7 +75,8 @@ class EngineConfig:
     """Calls that are dispatched before the results of the last are read. 1 hides the host's work on an accelerator; a slot that ends
     then idles for one call more."""
     prefill_chunk_tokens: int = 512
-    """Most prompt tokens computed between two decode calls: longer prompts are prefilled in chunks, shorter ones together."""
+    """Most prompt tokens that a replica computes between two decode calls: longer prompts are prefilled in chunks, shorter ones
+    together."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations in the decoder."""
     kv_dtype: Literal["same", "float8_e4m3fn", "int8"] = "same"
@@ -134,6 +140,30 @@ class EngineConfig:
     def own_lengths(self) -> tuple[int, ...]:
         """Lengths that the slots' own cache takes, shortest first; the last one is its capacity."""
         return _lengths_up_to(self.own_capacity)
+
+
+@dataclass(frozen=True)
+class _PrefillBatch:
+    """Prompts of one bucket that are prefilled together: rows of each replica, in order, padded with empty ones.
+
+    Attributes:
+        token_ids: int32 [B, T], without the prompts' last tokens.
+        places: the request of each used row: (number, replica, row of the replica's part).
+    """
+
+    token_ids: np.ndarray
+    rows_per_replica: int
+    places: tuple[tuple[int, int, int], ...]
+    longest: int
+
+    def chunks(self, chunk_tokens: int) -> Iterator[tuple[int, int]]:
+        """Returns start and length of each call, which together cover the longest prompt."""
+        bucket, start = self.token_ids.shape[1], 0
+        while start == 0 or start < self.longest:
+            rest = max(prompt_bucket(self.longest - start), chunk_tokens // LAST_CHUNK_PARTS) if start else bucket
+            length = min(rest, chunk_tokens, bucket - start)
+            yield start, length
+            start += length
 
 
 def prompt_bucket(num_tokens: int) -> int:
@@ -215,16 +245,18 @@ class DecodeEngine:
         self._eos_array = np.array(sorted(self.eos_token_ids) or [-1], np.int32)
         state_shardings = self._state_shardings()
         self._init = jax.jit(self._init_state, out_shardings=state_shardings)
-        self._prefill_first = jax.jit(self._prefill_new, static_argnames="length")
-        self._prefill_next = jax.jit(self._prefill_chunk, donate_argnums=(1,))
+        prefilled = state_shardings.cache, replicated(mesh)
+        self._prefill_first = jax.jit(self._prefill_new, static_argnames="length", out_shardings=prefilled)
+        self._prefill_next = jax.jit(self._prefill_chunk, donate_argnums=(1,), out_shardings=prefilled)
         self._store_prompt = jax.jit(self._copy_prompt, donate_argnums=(0,), out_shardings=state_shardings.prompts)
         self._store_own = jax.jit(self._copy_own, donate_argnums=(0,), out_shardings=state_shardings.cache)
         arrays = state_shardings._replace(cache=(), prompts=())
         self._start = jax.jit(self._start_slots, donate_argnums=(0,), out_shardings=arrays)
         self._resize = jax.jit(self._resize_cache, static_argnames="length", out_shardings=state_shardings.cache)
         self._release = jax.jit(self._release_slots, donate_argnums=(0,), out_shardings=state_shardings)
+        packed = named_sharding(mesh, (None, "rows"), (1, self.num_slots))
         self._generate = jax.jit(
-            self._generate_steps, donate_argnums=(1,), static_argnames="is_truncated", out_shardings=(state_shardings, replicated(mesh))
+            self._generate_steps, donate_argnums=(1,), static_argnames="is_truncated", out_shardings=(state_shardings, packed)
         )
 
     def init_decode_state(self) -> DecodeState:
@@ -232,57 +264,72 @@ class DecodeEngine:
         with jax.set_mesh(self.mesh):
             return self._init()
 
-    def prefill(self, params: Params, prompts: Sequence[np.ndarray]) -> Iterator[dict[int, Prefix]]:
-        """Caches all but the last token of int32 [P] prompts, those of one bucket together, long ones in chunks.
+    def prefill(self, params: Params, requests: Sequence[PrefillRequest]) -> Iterator[Prefilled]:
+        """Caches all but the last token of each prompt, those of one bucket together, long ones in chunks.
 
-        Each item is the work of one call (at most `prefill_chunk_tokens`), and holds the prompts that it finished, by their index.
+        Each item is the work of one turn, in which a replica computes at most `prefill_chunk_tokens`.
 
         Raises:
             ValueError: a prompt is empty or too long.
         """
         buckets: dict[int, list[int]] = {}
-        for index, token_ids in enumerate(prompts):
-            if not 1 <= len(token_ids) <= self.config.prefill_capacity:
+        for number, request in enumerate(requests):
+            if not 1 <= (num_tokens := len(request.token_ids)) <= self.config.prefill_capacity:
                 raise ValueError(
-                    f"prompt of {len(token_ids)} tokens; it must have 1 to engine.max_prompt_tokens = {self.config.max_prompt_tokens}; "
-                    "filter the prompts or raise the limit"
+                    f"a prefill of {num_tokens} tokens; it must have 1 to {self.config.prefill_capacity}, which is what "
+                    f"engine.max_prompt_tokens = {self.config.max_prompt_tokens} and max_new_tokens = {self.config.max_new_tokens} leave "
+                    "room for; filter the prompts or raise the limit"
                 )
-            buckets.setdefault(min(prompt_bucket(len(token_ids) - 1), self.config.prefill_capacity), []).append(index)
-        return self._prefill_buckets(params, prompts, buckets)
+            buckets.setdefault(min(prompt_bucket(num_tokens - 1), self.config.prefill_capacity), []).append(number)
+        return self._prefill_in_turns(params, requests, buckets)
 
-    def _prefill_buckets(self, params: Params, prompts: Sequence[np.ndarray], buckets: dict[int, list[int]]) -> Iterator[dict[int, Prefix]]:
-        for bucket, indices in sorted(buckets.items()):
-            while indices:
-                rows = _prefill_rows(len(indices), self.config.prefill_chunk_tokens // bucket)
-                chosen, indices = indices[:rows], indices[rows:]
-                padded = np.zeros((rows, bucket), np.int32)
-                for row, index in enumerate(chosen):
-                    padded[row, : len(prompts[index]) - 1] = prompts[index][:-1]
-                longest = max(len(prompts[index]) - 1 for index in chosen)
-                cache = yield from self._prefill_chunks(params, padded, longest)
-                yield {index: Prefix(cache, row, int(prompts[index][-1]), len(prompts[index])) for row, index in enumerate(chosen)}
+    def _prefill_in_turns(self, params: Params, requests: Sequence[PrefillRequest], buckets: dict[int, list[int]]) -> Iterator[Prefilled]:
+        chunk_tokens, num_tokens, done, mark = self.config.prefill_chunk_tokens, 0, {}, None
+        for batch in self._prefill_batches(requests, buckets):
+            cache = None
+            for start, length in batch.chunks(chunk_tokens):
+                cost = batch.rows_per_replica * length
+                if mark is not None and num_tokens + cost > chunk_tokens:
+                    yield Prefilled(done, mark)
+                    num_tokens, done = 0, {}
+                token_ids = batch.token_ids[:, start : start + length]
+                with jax.set_mesh(self.mesh):
+                    if cache is None:
+                        cache, mark = self._prefill_first(params, token_ids, length=batch.token_ids.shape[1])
+                    else:
+                        cache, mark = self._prefill_next(params, cache, token_ids, np.int32(start))
+                num_tokens += cost
+            assert cache is not None, "a batch has at least one chunk"
+            for number, replica, row in batch.places:
+                token_ids = requests[number].token_ids
+                done[number] = Prefix(cache, replica, row, int(token_ids[-1]), len(token_ids))
+        if mark is not None:
+            yield Prefilled(done, mark)
 
-    def _prefill_chunks(self, params: Params, token_ids: np.ndarray, longest: int) -> Generator[dict[int, Prefix], None, KVCache]:
-        """Dispatches one chunk between two items and returns the cache."""
-        bucket, chunk = token_ids.shape[1], self.config.prefill_chunk_tokens
-        with jax.set_mesh(self.mesh):
-            cache = self._prefill_first(params, token_ids[:, :chunk], length=bucket)
-        for start in range(chunk, longest, chunk):
-            yield {}
-            with jax.set_mesh(self.mesh):
-                cache = self._prefill_next(params, cache, token_ids[:, start : start + chunk], np.int32(start))
-        return cache
+    def _prefill_batches(self, requests: Sequence[PrefillRequest], buckets: dict[int, list[int]]) -> Iterator[_PrefillBatch]:
+        for bucket, numbers in sorted(buckets.items()):
+            queues = [[n for n in numbers if requests[n].replica == replica] for replica in range(self.num_replicas)]
+            while most := max(map(len, queues)):
+                rows = _prefill_rows(most, self.config.prefill_chunk_tokens // bucket)
+                places = tuple((n, replica, row) for replica, queue in enumerate(queues) for row, n in enumerate(queue[:rows]))
+                queues = [queue[rows:] for queue in queues]
+                padded = np.zeros((self.num_replicas * rows, bucket), np.int32)
+                for number, replica, row in places:
+                    token_ids = requests[number].token_ids[:-1]
+                    padded[replica * rows + row, : len(token_ids)] = token_ids
+                yield _PrefillBatch(padded, rows, places, max(len(requests[n].token_ids) - 1 for n, _, _ in places))
 
-    def insert(self, prefix: Prefix, state: DecodeState, requests: Sequence[SlotRequest]) -> DecodeState:
-        """Starts completions of one prompt in free slots; the prefix stays usable, the old state does not.
+    def bulk_insert(self, prefix: Prefix, state: DecodeState, requests: Sequence[SlotRequest]) -> DecodeState:
+        """Starts completions of one prompt in free slots of the prefix's replica; the prefix stays usable, the old state does not.
 
         The caches must be long enough for them, see `fit`.
 
         Raises:
-            ValueError: no request, prompts of different lengths or longer than the prefix, or a budget that does not fit the cache.
+            ValueError: no request, prompts of different lengths or longer than the prefix, a slot or row of another replica, or a budget
+                that does not fit the cache.
         """
         if not requests:
-            raise ValueError("insert needs at least one request")
+            raise ValueError("bulk_insert needs at least one request")
         if len(lengths := {request.num_prompt_tokens for request in requests}) > 1 or not 1 <= max(lengths) <= prefix.num_tokens:
             raise ValueError(
                 f"the requests of an insert have prompts of {sorted(lengths)} tokens and a prefix of {prefix.num_tokens}; give the prefix "
@@ -291,6 +338,12 @@ class DecodeEngine:
         num_prompt_tokens = lengths.pop()
         num_own = prefix.num_tokens - num_prompt_tokens
         for request in requests:
+            places = request.slot * self.num_replicas // self.num_slots, request.prompt_row * self.num_replicas // self.num_prompt_rows
+            if places != (prefix.replica, prefix.replica):
+                raise ValueError(
+                    f"slot {request.slot} and prompt row {request.prompt_row} are on the replicas {places[0]} and {places[1]}, but the "
+                    f"prefix on {prefix.replica}; prefill the prompt on the replica of its slots"
+                )
             if request.max_new_tokens < 1 or num_own + request.max_new_tokens > self.config.own_capacity:
                 raise ValueError(
                     f"a budget of {request.max_new_tokens} new tokens behind {num_own} does not fit the cache of "
@@ -349,6 +402,7 @@ class DecodeEngine:
         """Returns how many programs each jitted function holds, for tests and logs."""
         functions = {"prefill": self._prefill_first, "prefill_next": self._prefill_next, "store_prompt": self._store_prompt}
         functions |= {"store_own": self._store_own, "start": self._start, "generate": self._generate, "resize": self._resize}
+        functions |= {"init": self._init, "release": self._release}
         return {name: function._cache_size() for name, function in functions.items()}  # pyright: ignore[reportAttributeAccessIssue]
 
     def _slot_arrays(self, requests: Sequence[SlotRequest]) -> SlotArrays:
@@ -407,35 +461,60 @@ class DecodeEngine:
             sampling=SamplingArrays(jnp.ones(self.num_slots), zeros, jnp.ones(self.num_slots), jnp.zeros(self.num_slots)),
         )
 
-    def _prefill_new(self, params: Params, token_ids: Int[Array, "B T"], *, length: int) -> KVCache:
+    def _prefill_new(self, params: Params, token_ids: Int[Array, "B T"], *, length: int) -> tuple[KVCache, Int[Array, ""]]:
         cache = init_cache(self.spec.config, token_ids.shape[0], length, self.config.cache_dtype)
         return self._prefill_chunk(params, cache, token_ids, jnp.int32(0))
 
-    def _prefill_chunk(self, params: Params, cache: KVCache, token_ids: Int[Array, "B T"], start: Int[Array, ""]) -> KVCache:
+    def _prefill_chunk(
+        self, params: Params, cache: KVCache, token_ids: Int[Array, "B T"], start: Int[Array, ""]
+    ) -> tuple[KVCache, Int[Array, ""]]:
+        """Returns the cache, and a number that is there when the cache is; the next chunk takes the cache itself away."""
+        token_ids = constrain(token_ids, "rows", None)
         starts = jnp.full(token_ids.shape[0], start)
-        return self.spec.bind(params).extend(token_ids, starts, cache, dtype=self._dtype)[1]
+        return self.spec.bind(params).extend(token_ids, starts, cache, dtype=self._dtype)[1], start + token_ids.shape[1]
 
     def _resize_cache(self, cache: KVCache, *, length: int) -> KVCache:
         return resize(cache, length)
 
     def _copy_prompt(self, prompts: KVCache, prefix: KVCache, row: Int[Array, ""], rows: Int[Array, " W"]) -> KVCache:
-        """Copies one row of a prefill to `rows` of the prompts' cache, as much as fits."""
+        """Copies one row of a replica's prefill to `rows` of its prompts' cache, as much as fits."""
 
-        def copy(old: Array, new: Array) -> Array:
+        def copy(old: Array, new: Array, row: Array, rows: Array) -> Array:
             length = min(old.shape[2], new.shape[2])
             return old.at[rows, :, :length].set(new[row, :, :length].astype(old.dtype), mode="drop")
 
-        return jax.tree.map(copy, prompts, prefix)
+        return self._on_each_replica(copy, prompts, prefix, row, rows)
 
     def _copy_own(self, cache: KVCache, prefix: KVCache, row: Int[Array, ""], start: Int[Array, ""], slots: Int[Array, " W"]) -> KVCache:
-        """Copies what one row of a prefill has from `start` on to `slots` of the slots' own cache, as much as fits."""
+        """Copies what one row of a replica's prefill has from `start` on to `slots` of its own caches, as much as fits."""
 
-        def copy(old: Array, new: Array) -> Array:
+        def copy(old: Array, new: Array, row: Array, slots: Array, start: Array) -> Array:
             length = min(old.shape[2], new.shape[2])
             behind = jnp.roll(new[row], -start, axis=1)[:, :length]
             return old.at[slots, :, :length].set(behind.astype(old.dtype), mode="drop")
 
-        return jax.tree.map(copy, cache, prefix)
+        return self._on_each_replica(copy, cache, prefix, row, slots, start)
+
+    def _on_each_replica(
+        self, copy: Callable[..., Array], old: KVCache, new: KVCache, row: Int[Array, ""], rows: Int[Array, " W"], *scalars: Array
+    ) -> KVCache:
+        """Calls `copy` with each replica's part of the arrays, `row` in it and where `rows` are in it: out of range if on another replica.
+
+        The partitioner, which cannot know that both are on the same replica, would send prefills to all of them.
+        """
+
+        def on_replica(old: KVCache, new: KVCache, row: Array, rows: Array, *scalars: Array) -> KVCache:
+            num_rows = old[0].keys.shape[0]
+            local = rows - jax.lax.axis_index("data") * num_rows
+            local = jnp.where((local >= 0) & (local < num_rows), local, num_rows)
+            return jax.tree.map(lambda o, n: copy(o, n, row, local, *scalars), old, new)
+
+        specs = jax.tree.map(lambda sharding: sharding.spec, self._state_shardings().cache)
+        whole = PartitionSpec()
+        mapped = jax.shard_map(
+            on_replica, mesh=self.mesh, in_specs=(specs, specs, whole, whole, *[whole] * len(scalars)), out_specs=specs, check_vma=False
+        )
+        return mapped(old, new, row, rows, *scalars)
 
     def _start_slots(
         self, state: DecodeState, last_token: Int[Array, ""], position: Int[Array, ""], num_shared: Int[Array, ""], requests: SlotArrays

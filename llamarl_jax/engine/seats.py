@@ -1,11 +1,13 @@
 """Where completions go: free slots, and free rows for their prompts, on the same replica.
 
-The completions of a prompt share a row, up to the number that may read one. With several replicas they are put together where there is
-room for most of them. A row is free again when the last of its completions has ended; until then its prompt is kept, however few read it.
+The completions of a prompt share a row, up to the number that may read one. With several replicas they go where there is room for most of
+them, and stay together while there is: a prompt is prefilled on every replica that it has completions on. A row is free again when the last
+of its completions has ended; until then its prompt is kept, however few read it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 
@@ -46,17 +48,20 @@ class Seats:
         """Seats that completions of other prompts could take."""
         return sum(min(len(slots), len(rows) * self._most_members) for slots, rows in zip(self._slots, self._rows, strict=True))
 
-    def take(self, rows: list[PromptRow]) -> Seat | None:
+    def take(self, rows: list[PromptRow], replicas: Collection[int] | None = None) -> Seat | None:
         """Returns a seat for one more completion of a prompt, or None if there is none.
 
         Args:
             rows: those that hold the prompt; one that is newly taken is appended.
+            replicas: where the seat may be; None for anywhere.
         """
+        allowed = [r for r, slots in enumerate(self._slots) if slots and (replicas is None or r in replicas)]
         for row in rows:
-            if 0 < row.num_members < self._most_members and self._slots[row.replica]:
+            if 0 < row.num_members < self._most_members and row.replica in allowed:
                 return self._sit(row)
-        replica = max((r for r, free in enumerate(self._rows) if free), key=lambda r: len(self._slots[r]), default=None)
-        if replica is None or not self._slots[replica]:
+        own = {row.replica for row in rows if row.num_members}
+        replica = max((r for r in allowed if self._rows[r]), key=lambda r: (r in own, len(self._slots[r])), default=None)
+        if replica is None:
             return None
         rows.append(PromptRow(self._rows[replica].pop(), replica))
         return self._sit(rows[-1])

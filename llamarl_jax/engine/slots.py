@@ -1,8 +1,8 @@
 """Continuous batching: keeps the slots of an engine full and puts finished completions together.
 
-Requests wait in one queue, first come, first served. Before each `generate` call free slots are filled; requests of the same prompt share
-one prefill and, with the same weights, the rows that it was put into. A slot that ended is free again as soon as that is known, so a long
-completion never holds up its neighbours' successors, as long as there is a free row for their prompt.
+Requests wait in one queue, first come, first served. Before each `generate` call free slots are filled; requests of the same prompt on the
+same replica share one prefill and, with the same weights, the rows that it was put into. A slot that ended is free again as soon as that is
+known, so a long completion never holds up its neighbours' successors, as long as there is a free row for their prompt.
 Running completions wait for at most one chunk of prefill between two decode calls; a long prompt is spread over several.
 
 With `dispatch_ahead` calls the device is given its next work before the host has read the last results. A call therefore remembers who was
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from llamarl_jax.engine.api import Engine, PendingResult, Prefix, ResultTokens, SlotRequest
+from llamarl_jax.engine.api import Engine, Mark, PendingResult, Prefilled, PrefillRequest, Prefix, ResultTokens, SlotRequest
 from llamarl_jax.engine.sampling import SamplingConfig
 from llamarl_jax.engine.seats import PromptRow, Seat, Seats
 from llamarl_jax.models.transformer import Params
@@ -56,10 +56,12 @@ class DecodeCounters:
     Attributes:
         num_slot_steps: decode steps × slots that were computed.
         num_kept_tokens: tokens that ended up in completions.
-        num_prefills: prompts prefilled, those computed again after a swap included.
+        num_prefills: prompts prefilled, once on each replica that they were wanted on, those computed again after a swap included.
         num_prefill_tokens: their tokens.
         num_aborted: completions cut off by a deadline or by the caller.
-        tail_s: seconds in which less than half of the slots were live.
+        prefill_s: seconds in which the device prefilled for a decode call, as the host saw it.
+        decode_s: seconds in which it decoded.
+        tail_s: seconds of those in calls that began with less than half of the slots live.
     """
 
     num_slot_steps: int = 0
@@ -67,6 +69,8 @@ class DecodeCounters:
     num_prefills: int = 0
     num_prefill_tokens: int = 0
     num_aborted: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
     tail_s: float = 0.0
 
 
@@ -109,6 +113,10 @@ class _Tenant:
             finish_reason=reason,
         )
 
+    def prefill_request(self) -> PrefillRequest:
+        """Returns what computes its cache as far as it has come."""
+        return PrefillRequest(np.concatenate([self.request.prompt.token_ids, *self.token_ids]), self.seat.row.replica)
+
     def slot_request(self) -> SlotRequest:
         """Returns what starts it, or goes on with it behind what it has emitted."""
         return SlotRequest(
@@ -128,28 +136,36 @@ class _Tenant:
 
 @dataclass(frozen=True)
 class _Call:
-    """A dispatched decode call: its results, the weights it ran with, and the tenants it ran for."""
+    """A dispatched decode call: its results, the weights it ran with, and the tenants it ran for.
+
+    Attributes:
+        prefilled: is there when what was prefilled before the call is; empty if nothing was.
+        dispatched_s: when the first of all this was dispatched.
+    """
 
     result: PendingResult
     version: int
     tenants: dict[int, _Tenant]
+    prefilled: list[Mark]
+    dispatched_s: float
 
 
 @dataclass(frozen=True)
 class _Family:
-    """Completions of one prompt that start together, and the rows that it will have."""
+    """Completions of one prompt that start together on one replica, and the rows that the prompt has, there and elsewhere."""
 
     prompt: Prompt
+    replica: int
+    rows: list[PromptRow]
     members: list[_Tenant] = field(default_factory=list)
-    rows: list[PromptRow] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """The prefix of a prompt that has more requests in the queue, and the rows that hold it."""
+    """The prefixes of a prompt that has more requests in the queue, by their replica, and the rows that hold it."""
 
     prompt_id: int
-    prefix: Prefix
+    prefixes: dict[int, Prefix]
     rows: list[PromptRow]
 
 
@@ -160,7 +176,7 @@ class _Wave:
     If nothing was running when it began (`is_cold`), nobody is stalled by it, and it is not cut into chunks.
     """
 
-    work: Iterator[dict[int, Prefix]]
+    work: Iterator[Prefilled]
     is_cold: bool
     waiting: dict[int, _Family]
 
@@ -199,6 +215,8 @@ class SlotScheduler:
         self._wave: _Wave | None = None
         self._kept: _Kept | None = None
         self._calls: deque[_Call] = deque()
+        self._prefilled: list[Mark] = []  # of the turns since the last call was dispatched
+        self._dispatched_s = self._read_s = clock()  # the first of these turns, and the end of the last reading
         self._finished: list[tuple[int, Completion]] = []
         self._counters = DecodeCounters()
 
@@ -228,18 +246,14 @@ class SlotScheduler:
 
     def step(self) -> list[tuple[int, Completion]]:
         """Fills free slots, dispatches one decode call, and returns the completions that are known to have ended, with their tickets."""
-        started_s = self._clock()
         self._fill()
         is_dispatched = any(tenant.may_be_live for tenant in self._tenants.values())
-        is_tail = 2 * len(self._tenants) < self._engine.num_slots
         if is_dispatched:
             self._dispatch()
         if self._calls and (len(self._calls) > self._dispatch_ahead or not is_dispatched):
             self._read(self._calls.popleft())
         now_s = self._clock()
         self._cut_off(lambda tenant: tenant.is_late(now_s), FinishReason.DEADLINE)
-        if is_tail and is_dispatched:
-            self._counters.tail_s += now_s - started_s
         finished, self._finished = self._finished, []
         return finished
 
@@ -329,63 +343,87 @@ class SlotScheduler:
 
     def _fill(self) -> None:
         """Gives free slots to waiting requests; prefills one chunk if completions are running, else all that is waiting."""
+        self._start_kept()
         if self._wave is None:
-            self._start_kept()
             self._wave = self._next_wave()
-        while self._wave is not None:
-            wave = self._wave
-            for index, prefix in next(wave.work).items():
-                family = wave.waiting.pop(index)
+        while (wave := self._wave) is not None:
+            for number, prefix in self._take_turn(wave.work).items():
+                family = wave.waiting.pop(number)
                 self._start(prefix, family.members)
-                if self._is_next(family.prompt.prompt_id):
-                    self._kept = _Kept(family.prompt.prompt_id, prefix, family.rows)
+                self._keep(prefix, family)
+            self._start_kept()  # in slots that came free during the prefill
             if not wave.waiting:
                 self._wave = None
             if not wave.is_cold:
                 return
 
+    def _take_turn(self, work: Iterator[Prefilled]) -> dict[int, Prefix]:
+        prefixes, mark = next(work)
+        if not self._prefilled:
+            self._dispatched_s = self._clock()
+        self._prefilled.append(mark)
+        return prefixes
+
+    def _keep(self, prefix: Prefix, family: _Family) -> None:
+        """Keeps a prefix if siblings of the family come next, beside those that they have on other replicas."""
+        if not self._is_next(family.prompt.prompt_id):
+            return
+        if self._kept is None or self._kept.rows is not family.rows:
+            self._kept = _Kept(family.prompt.prompt_id, {}, family.rows)
+        self._kept.prefixes[prefix.replica] = prefix
+
     def _start_kept(self) -> None:
         """Starts requests whose prompt was prefilled for their siblings."""
-        if self._kept is None:
+        if (kept := self._kept) is None:
             return
-        members = []
-        while self._is_next(self._kept.prompt_id) and (tenant := self._seat_next(self._kept.rows)):
-            members.append(tenant)
-        if members:
-            self._start(self._kept.prefix, members)
-        if not self._is_next(self._kept.prompt_id):
+        members: dict[int, list[_Tenant]] = {}
+        while self._is_next(kept.prompt_id) and (tenant := self._seat_next(kept.rows, kept.prefixes)):
+            members.setdefault(tenant.seat.row.replica, []).append(tenant)
+        for replica, tenants in members.items():
+            self._start(kept.prefixes[replica], tenants)
+        if not self._is_next(kept.prompt_id):
             self._kept = None
 
     def _is_next(self, prompt_id: int) -> bool:
         return bool(self._queue) and self._queue[0].prompt.prompt_id == prompt_id
 
-    def _seat_next(self, rows: list[PromptRow]) -> _Tenant | None:
-        """Gives a seat to the first request of the queue, whose prompt is in `rows`; returns None if it has to wait."""
-        seat = self._seats.take(rows)
+    def _seat_next(self, rows: list[PromptRow], replicas: Collection[int] | None = None) -> _Tenant | None:
+        """Gives a seat to the first request of the queue, whose prompt is in `rows`; returns None if it has to wait.
+
+        Args:
+            replicas: where the seat may be; None for anywhere.
+        """
+        seat = self._seats.take(rows, replicas)
         return None if seat is None else _Tenant(self._queue.popleft(), seat)
 
     def _next_wave(self) -> _Wave | None:
         families: list[_Family] = []
         while self._queue:
-            is_sibling = families and self._is_next(families[-1].prompt.prompt_id)
-            family = families[-1] if is_sibling else _Family(self._queue[0].prompt)
-            if (tenant := self._seat_next(family.rows)) is None:
+            prompt = self._queue[0].prompt
+            is_sibling = bool(families) and families[-1].prompt.prompt_id == prompt.prompt_id
+            rows = families[-1].rows if is_sibling else []
+            if (tenant := self._seat_next(rows)) is None:
                 break
-            family.members.append(tenant)
-            if not is_sibling:
-                families.append(family)
+            replica = tenant.seat.row.replica
+            if not is_sibling or families[-1].replica != replica:
+                families.append(_Family(prompt, replica, rows))
+            families[-1].members.append(tenant)
         if not families:
             return None
-        prompts = [family.prompt.token_ids for family in families]
-        self._count_prefills(prompts)
-        return _Wave(self._engine.prefill(self._params, prompts), not self._tenants, dict(enumerate(families)))
+        work = self._prefill([PrefillRequest(family.prompt.token_ids, family.replica) for family in families])
+        return _Wave(work, not self._tenants, dict(enumerate(families)))
+
+    def _prefill(self, requests: Sequence[PrefillRequest]) -> Iterator[Prefilled]:
+        self._counters.num_prefills += len(requests)
+        self._counters.num_prefill_tokens += sum(len(request.token_ids) for request in requests)
+        return self._engine.prefill(self._params, requests)
 
     def _start(self, prefix: Prefix, members: Sequence[_Tenant]) -> None:
         for tenant in members:
             tenant.started_s = self._clock() if tenant.started_s is None else tenant.started_s
         self._tenants |= {tenant.seat.slot: tenant for tenant in members}
         self._fit()
-        self._state = self._engine.insert(prefix, self._state, [tenant.slot_request() for tenant in members])
+        self._state = self._engine.bulk_insert(prefix, self._state, [tenant.slot_request() for tenant in members])
 
     def _restart_wave(self, wave: _Wave) -> None:
         """Puts those who wait back to the head of the queue."""
@@ -407,11 +445,12 @@ class SlotScheduler:
         self._state, result = self._engine.generate(self._params, self._state, is_truncated=is_truncated)
         for tenant in self._tenants.values():
             tenant.num_dispatched += self._engine.num_steps_per_call
-        self._calls.append(_Call(result, self._version, dict(self._tenants)))
+        dispatched_s = self._dispatched_s if self._prefilled else self._clock()
+        self._calls.append(_Call(result, self._version, dict(self._tenants), self._prefilled, dispatched_s))
+        self._prefilled = []
 
     def _read(self, call: _Call) -> None:
-        result = call.result.to_host()
-        self._counters.num_slot_steps += result.token_ids.size
+        result = self._wait_for(call)
         for slot, tenant in sorted(call.tenants.items()):
             if self._tenants.get(slot) is not tenant:
                 continue  # it had ended before this call; the call emitted nothing for it
@@ -420,6 +459,23 @@ class SlotScheduler:
                 self._vacate(slot)
                 is_stopped = int(tenant.token_ids[-1][-1]) in self._engine.eos_token_ids
                 self._finish(tenant.request, tenant.completion(FinishReason.STOP if is_stopped else FinishReason.LENGTH))
+
+    def _wait_for(self, call: _Call) -> ResultTokens:
+        """Returns the results, and counts how long the device prefilled and decoded since it was free for this call."""
+        prefill_began_s = decode_began_s = max(call.dispatched_s, self._read_s)
+        if call.prefilled:
+            for mark in call.prefilled:
+                mark.block_until_ready()
+            decode_began_s = max(self._clock(), prefill_began_s)
+        result = call.result.to_host()
+        self._read_s = self._clock()
+        decode_s = self._read_s - decode_began_s
+        self._counters.num_slot_steps += result.token_ids.size
+        self._counters.prefill_s += decode_began_s - prefill_began_s
+        self._counters.decode_s += decode_s
+        if 2 * np.count_nonzero(result.is_emitted[0]) < self._engine.num_slots:
+            self._counters.tail_s += decode_s
+        return result
 
     def _read_all(self) -> None:
         while self._calls:
@@ -450,18 +506,13 @@ class SlotScheduler:
         """Prefills every running completion as far as it has come, with the weights in force, into the slot that it has."""
         self._read_all()
         running = [tenant for _, tenant in sorted(self._tenants.items())]
-        sequences = [np.concatenate([tenant.request.prompt.token_ids, *tenant.token_ids]) for tenant in running]
-        self._count_prefills(sequences)
-        if not running:
-            return
-        for done in self._engine.prefill(self._params, sequences):
-            for index, prefix in done.items():
-                running[index].num_dispatched = running[index].num_emitted
-                self._start(prefix, [running[index]])
-
-    def _count_prefills(self, sequences: Sequence[np.ndarray]) -> None:
-        self._counters.num_prefills += len(sequences)
-        self._counters.num_prefill_tokens += sum(map(len, sequences))
+        work = self._prefill([tenant.prefill_request() for tenant in running])
+        num_left = len(running)
+        while num_left:
+            for number, prefix in self._take_turn(work).items():
+                running[number].num_dispatched = running[number].num_emitted
+                self._start(prefix, [running[number]])
+                num_left -= 1
 
     def _vacate(self, slot: int) -> None:
         self._seats.leave(self._tenants.pop(slot).seat)

@@ -235,6 +235,8 @@ class Generator:
             slot_steps=counters.num_slot_steps,
             prefill_tokens=counters.num_prefill_tokens,
             aborted=counters.num_aborted,
+            prefill_s=counters.prefill_s,
+            decode_s=counters.decode_s,
             tail_s=counters.tail_s,
         )
 

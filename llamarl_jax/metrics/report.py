@@ -44,6 +44,8 @@ def counter_metrics(sums: Mapping[str, float], wall_s: float) -> dict[str, float
         names.GENERATED_TOKENS_PER_S: sums.get("generated_tokens", 0.0) / wall_s,
         "generator/tokens": sums.get("generated_tokens", 0.0),
         "generator/prefill_tokens": sums.get("prefill_tokens", 0.0),
+        "generator/prefill_s": sums.get("prefill_s", 0.0),
+        "generator/decode_s": sums.get("decode_s", 0.0),
         "generator/tail_s": sums.get("tail_s", 0.0),
         "generator/num_aborted": sums.get("aborted", 0.0),
         "generator/num_carried": sums.get("carried", 0.0),
@@ -54,7 +56,10 @@ def counter_metrics(sums: Mapping[str, float], wall_s: float) -> dict[str, float
     }
     if sums.get("slot_steps"):
         metrics["generator/slot_utilisation"] = sums["generated_tokens"] / sums["slot_steps"]
-        metrics["generator/prefill_share"] = sums["prefill_tokens"] / (sums["prefill_tokens"] + sums["slot_steps"])
+    if busy_s := sums.get("prefill_s", 0.0) + sums.get("decode_s", 0.0):  # seconds that the decoder's devices worked for it
+        metrics["generator/prefill_share"] = sums["prefill_s"] / busy_s
+        metrics["generator/decode_share"] = sums["decode_s"] / busy_s
+        metrics["generator/tail_share"] = sums["tail_s"] / busy_s
     if sums.get("scored"):
         metrics[names.REWARD_ALL] = sums["reward"] / sums["scored"]
     return metrics

@@ -159,13 +159,15 @@ def test_an_h200_gets_the_program_of_an_h100():
     assert large.card_bytes > 1.7 * small.card_bytes
 
 
-@pytest.mark.parametrize(("num_rows", "bucket"), [(1, 2048), (4, 128)])
-def test_a_prefill_sends_and_converts_nothing_that_it_need_not(num_rows, bucket):
-    """512 tokens; of the last layer only keys and values are wanted, so all that follows its qkv_proj is left out.
+@pytest.mark.parametrize(
+    ("num_rows", "bucket", "data", "tensor"), [(1, 2048, 1, 8), (4, 128, 1, 8), (8, 128, 2, 4), (2, 2048, 2, 4)], ids=str
+)
+def test_a_prefill_sends_and_converts_nothing_that_it_need_not(num_rows, bucket, data, tensor):
+    """512 tokens on each replica; of the last layer only keys and values are wanted, so all that follows its qkv_proj is left out.
 
-    Over tensor: the embedding, and for each other layer two products and two scales.
+    Over tensor: the embedding, and for each other layer two products and two scales. Over data: nothing.
     """
-    report = compile_prefill(SHALLOW, engine_config(), num_rows=num_rows, bucket=bucket, tensor=8)
+    report = compile_prefill(SHALLOW, engine_config(), num_rows=num_rows, bucket=bucket, data=data, tensor=tensor)
     num_layers, tokens, D = SHALLOW.num_layers - 1, 512, SHALLOW.hidden_size
     assert report.fp8_products_per_step == 4 * num_layers + 1
     checks.check_weights_are_read_as_stored(report)

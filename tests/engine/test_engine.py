@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from llamarl_jax.engine.api import SlotRequest
+from llamarl_jax.engine.api import PrefillRequest, SlotRequest
 from llamarl_jax.engine.engine import EngineConfig, prompt_bucket
 from llamarl_jax.engine.sampling import SamplingConfig
 from llamarl_jax.engine.slots import SlotScheduler
@@ -126,6 +126,7 @@ def test_new_temperature_budget_prompt_or_weights_compile_nothing(params):
     run_to_end(slots)
     before = engine.num_compilations()
     expected = {"prefill": 2, "prefill_next": 0, "store_prompt": 2, "store_own": 0, "start": 1, "generate": 1, "resize": 0}
+    expected |= {"init": 1, "release": 0}
     assert before == expected  # two buckets
     slots.swap_weights(place(engine, unstack(random_params(STACKED, seed=1))), 1)
     slots.submit(requests(make_prompts([10, 16, 18, 24], seed=5), 4, temperature=0.3, max_new_tokens=4))
@@ -170,13 +171,13 @@ def test_a_released_slot_is_clean(params):
     prompts = make_prompts([6, 12])
     state = engine.init_decode_state()
     start = [slot_request(num_prompt_tokens=6)]
-    state, _ = generate(engine, placed, engine.insert(prefill_all(engine, placed, [prompts[0].token_ids])[0], state, start))
+    state, _ = generate(engine, placed, engine.bulk_insert(prefill_all(engine, placed, [prompts[0].token_ids])[0], state, start))
     state = engine.release(state, [0])
     state, result = generate(engine, placed, state)
     assert not result.is_emitted.any()
     again = [slot_request(num_prompt_tokens=12, prompt_id=1)]
-    state, reused = generate(engine, placed, engine.insert(prefill_all(engine, placed, [prompts[1].token_ids])[0], state, again))
-    fresh = engine.insert(prefill_all(engine, placed, [prompts[1].token_ids])[0], engine.init_decode_state(), again)
+    state, reused = generate(engine, placed, engine.bulk_insert(prefill_all(engine, placed, [prompts[1].token_ids])[0], state, again))
+    fresh = engine.bulk_insert(prefill_all(engine, placed, [prompts[1].token_ids])[0], engine.init_decode_state(), again)
     _, expected = generate(engine, placed, fresh)
     np.testing.assert_array_equal(reused.token_ids[:, 0], expected.token_ids[:, 0])
     np.testing.assert_array_equal(reused.logprobs[:, 0], expected.logprobs[:, 0])
@@ -189,19 +190,19 @@ def test_buckets_are_powers_of_two():
 def test_bad_requests_name_the_limit(params):
     engine = make_engine()
     placed = place(engine, unstack(params))
-    with pytest.raises(ValueError, match="prompt of 49 tokens"):
-        engine.prefill(placed, [np.zeros(49, np.int32)])
-    with pytest.raises(ValueError, match="prompt of 0 tokens"):
-        engine.prefill(placed, [np.zeros(0, np.int32)])
+    with pytest.raises(ValueError, match=r"a prefill of 49 tokens; it must have 1 to 48, which is what engine.max_prompt_tokens = 24"):
+        engine.prefill(placed, [PrefillRequest(np.zeros(49, np.int32), 0)])
+    with pytest.raises(ValueError, match="a prefill of 0 tokens"):
+        engine.prefill(placed, [PrefillRequest(np.zeros(0, np.int32), 0)])
     prefix = prefill_all(engine, placed, [np.zeros(3, np.int32)])[0]
     with pytest.raises(ValueError, match="budget of 16 new tokens behind 1 does not fit the cache of 16"):
-        engine.insert(prefix, engine.init_decode_state(), [slot_request(num_prompt_tokens=2, max_new_tokens=16)])
+        engine.bulk_insert(prefix, engine.init_decode_state(), [slot_request(num_prompt_tokens=2, max_new_tokens=16)])
     with pytest.raises(ValueError, match=r"have prompts of \[2, 3\] tokens and a prefix of 3; give the prefix of their one prompt"):
-        engine.insert(prefix, engine.init_decode_state(), [slot_request(num_prompt_tokens=n) for n in (2, 3)])
+        engine.bulk_insert(prefix, engine.init_decode_state(), [slot_request(num_prompt_tokens=n) for n in (2, 3)])
     with pytest.raises(ValueError, match=r"have prompts of \[4\] tokens and a prefix of 3"):
-        engine.insert(prefix, engine.init_decode_state(), [slot_request(num_prompt_tokens=4)])
-    with pytest.raises(ValueError, match="insert needs at least one request"):
-        engine.insert(prefix, engine.init_decode_state(), [])
+        engine.bulk_insert(prefix, engine.init_decode_state(), [slot_request(num_prompt_tokens=4)])
+    with pytest.raises(ValueError, match="bulk_insert needs at least one request"):
+        engine.bulk_insert(prefix, engine.init_decode_state(), [])
     with pytest.raises(ValueError, match="num_slots = 3 cannot be split over 2 replicas"):
         make_engine(num_slots=3, data=2)
     with pytest.raises(ValueError, match=r"engine.num_slots is 0"):

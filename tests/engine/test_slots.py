@@ -7,7 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.array import ArrayImpl
 
+from llamarl_jax.engine.api import PrefillRequest
+from llamarl_jax.engine.engine import PackedResult
 from llamarl_jax.engine.slots import SlotScheduler
 from llamarl_jax.models.kv_cache import cache_length, init_cache
 from llamarl_jax.models.transformer import Params
@@ -122,6 +125,96 @@ def test_running_completions_wait_for_one_chunk_at_most(params):
         num_calls_before_it_started += 1
         assert slots.take_counters().num_kept_tokens >= 8
     assert num_calls_before_it_started == 10
+
+
+def _without_an_end(**options: Any):
+    return make_engine(num_slots=2, eos_token_ids=(), max_prompt_tokens=24, max_new_tokens=24, decode_steps_per_call=3, **options)
+
+
+@pytest.mark.parametrize("dispatch_ahead", [0, 1, 2])
+def test_calls_are_dispatched_before_the_results_of_earlier_ones_are_read(params, monkeypatch, dispatch_ahead):
+    engine, events, numbers = _without_an_end(), [], itertools.count()
+    generate, to_host = engine.generate, PackedResult.to_host
+
+    def noted(*args: Any, **options: Any) -> Any:
+        state, result = generate(*args, **options)
+        object.__setattr__(result, "number", number := next(numbers))
+        events.append(("dispatch", number))
+        return state, result
+
+    def read(result: Any) -> Any:
+        events.append(("read", result.number))
+        return to_host(result)
+
+    monkeypatch.setattr(engine, "generate", noted)
+    monkeypatch.setattr(PackedResult, "to_host", read)
+    slots = _start(params, engine, dispatch_ahead=dispatch_ahead)
+    slots.submit(requests(make_prompts([5]), 2, max_new_tokens=24))
+    run_to_end(slots)
+    assert [number for kind, number in events if kind == "read"] == list(range(8))
+    for number in range(8):
+        last_before = max(n for kind, n in events[: events.index(("read", number))] if kind == "dispatch")
+        assert last_before == min(number + dispatch_ahead, 7)
+
+
+@pytest.mark.parametrize("dispatch_ahead", [0, 1])
+def test_one_array_a_call_is_copied_to_the_host(params, monkeypatch, dispatch_ahead):
+    """Whatever happens between two calls: prompts that start, slots that end, caches that grow.
+
+    On two replicas, because an array on a single CPU device is read in place.
+    """
+    copied: list[tuple[int, ...]] = []
+    value = ArrayImpl._value
+
+    def counted(array: Any) -> np.ndarray:
+        if len(array.sharding.device_set) > 1:  # the whole array, not a part of it
+            copied.append(array.shape)
+        return value.fget(array)  # pyright: ignore[reportOptionalCall]
+
+    slots = _start(params, num_slots=2, data=2, dispatch_ahead=dispatch_ahead, **LONG)
+    slots.submit(requests(make_prompts([5, 90, 150]), 2, max_new_tokens=100))
+    num_calls = 0
+    monkeypatch.setattr(ArrayImpl, "_value", property(counted))
+    while not slots.is_idle:
+        slots.step()
+        num_calls += slots.take_counters().num_slot_steps // (2 * 8)
+    assert num_calls > 10
+    assert copied == [(2 * 8 + 1, 2)] * num_calls
+
+
+def test_siblings_start_in_slots_that_came_free_while_their_prompt_was_prefilled(params):
+    """A prompt of 150 tokens takes ten turns, in which the second slot comes free: both completions begin with the same call."""
+    slots = _start(params, num_slots=2, prefill_chunk_tokens=16, eos_token_ids=(), **LONG)
+    short, long = make_prompts([3, 150])
+    slots.submit(requests([short], 2, max_new_tokens=8)[:1] + requests([short], 2, max_new_tokens=40)[1:])
+    slots.submit(requests([long], 2, max_new_tokens=16))
+    while sum(tenant.request.prompt is long for tenant in slots._tenants.values()) == 0:
+        slots.step()
+    running = [tenant.request for tenant in slots._tenants.values()]
+    assert [(request.prompt.prompt_id, request.sample_index) for request in running] == [(1, 0), (1, 1)]
+
+
+@pytest.mark.parametrize(("num_tokens", "lengths"), [(513, [512, 64]), (600, [512, 128]), (900, [512, 512]), (1100, [512, 512, 128])])
+def test_the_last_chunk_of_a_long_prompt_is_not_much_longer_than_what_is_left(params, monkeypatch, num_tokens, lengths):
+    engine = make_engine(max_prompt_tokens=1200)
+    seen = []
+
+    def noted(token_ids: np.ndarray) -> tuple[tuple[()], jax.Array]:
+        seen.append(token_ids.shape[1])
+        return (), jnp.int32(0)
+
+    monkeypatch.setattr(engine, "_prefill_first", lambda _params, token_ids, **_: noted(token_ids))
+    monkeypatch.setattr(engine, "_prefill_next", lambda _params, _cache, token_ids, _start: noted(token_ids))
+    (*_, turn) = engine.prefill(params, [PrefillRequest(np.zeros(num_tokens + 1, np.int32), 0)])
+    assert seen == lengths
+    assert turn.prefixes[0].num_tokens == num_tokens + 1
+
+
+def test_short_prompts_of_several_lengths_are_prefilled_in_one_turn(params):
+    """A turn is a chunk of 64 tokens: 16 + 32 fit, 64 do not fit beside them."""
+    engine = make_engine(max_prompt_tokens=64, prefill_chunk_tokens=64)
+    wanted = [PrefillRequest(np.zeros(n, np.int32), 0) for n in (60, 10, 30)]
+    assert [sorted(turn.prefixes) for turn in engine.prefill(place(engine, unstack(params)), wanted)] == [[1, 2], [0]]
 
 
 def test_an_abort_returns_what_there_is_and_leaves_a_clean_slot(params):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from llamarl_jax.engine.api import DecodeState, Prefix, ResultTokens
+from llamarl_jax.engine.api import DecodeState, PrefillRequest, Prefix, ResultTokens
 from llamarl_jax.engine.engine import DecodeEngine, EngineConfig
 from llamarl_jax.engine.sampling import SamplingConfig
 from llamarl_jax.engine.slots import CompletionRequest, SlotScheduler
@@ -92,8 +92,8 @@ def place(engine: DecodeEngine, params: Params) -> Params:
 
 def prefill_all(engine: DecodeEngine, params: Params, prompts: Sequence[np.ndarray]) -> list[Prefix]:
     prefixes: dict[int, Prefix] = {}
-    for done in engine.prefill(params, prompts):
-        prefixes |= done
+    for done in engine.prefill(params, [PrefillRequest(prompt, 0) for prompt in prompts]):
+        prefixes |= done.prefixes
     return [prefixes[i] for i in range(len(prompts))]
 
 
