@@ -253,7 +253,8 @@ def _build_engine(config: Config, policy: Policy, meshes: Meshes) -> DecodeEngin
         reserved_bytes=_trainer_bytes(policy, meshes) if config.placement.kind == "shared" else 0,
     )
     stop_ids = policy.stop_ids(config.engine.stop_texts)
-    return DecodeEngine(spec, meshes.generator, resolve_slots(config.engine, plan), eos_token_ids=stop_ids, seed=config.seed)
+    engine = resolve_slots(config.engine, plan, most_completions=config.schedule.most_completions)
+    return DecodeEngine(spec, meshes.generator, engine, eos_token_ids=stop_ids, seed=config.seed)
 
 
 def _build_generator(

@@ -109,6 +109,16 @@ class ScheduleConfig:
         self._check_partial_rollouts()
 
     @property
+    def most_completions(self) -> int:
+        """Completions that can be unfinished at once.
+
+        In `boundary` mode all rounds before the open one are sampled, and C rounds after it may be begun; in `in_flight` mode S + 1 batches
+        may be admitted beyond the trained ones.
+        """
+        rounds = self.partial_rollout_rounds if self.mode == "boundary" else self.max_staleness
+        return (rounds + 1) * self.groups_per_step * self.group_size
+
+    @property
     def round_lag(self) -> int:
         """Versions by which the weights of a `boundary` round lag behind its number once the run is under way: S − C."""
         return self.max_staleness - self.partial_rollout_rounds

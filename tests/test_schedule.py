@@ -408,6 +408,29 @@ def finish(schedule: Schedule, indices: Sequence[int], dropped: Sequence[int] = 
         schedule.drop(index) if index in dropped else schedule.complete(index)
 
 
+@pytest.mark.parametrize(
+    ("mode", "staleness", "carried"), [("boundary", 0, 0), ("boundary", 2, 0), ("boundary", 3, 2), ("in_flight", 0, 0), ("in_flight", 3, 0)]
+)
+def test_most_completions_are_what_can_be_admitted_at_once(mode, staleness, carried):
+    """At the start of a run, and again after the first step and its weights, with everything else unfinished."""
+    config = ScheduleConfig(
+        num_steps=9,
+        groups_per_step=3,
+        group_size=4,
+        max_staleness=staleness,
+        mode=mode,
+        partial_rollout_rounds=carried,
+    )
+    schedule = Schedule(config)
+    first = admit(schedule, 0)
+    assert len(first) * config.group_size == config.most_completions
+    if mode == "in_flight":
+        finish(schedule, first[:3])
+        assert schedule.next_batch() == tuple(first[:3])
+        again = admit(schedule, 1)
+        assert (len(first) - 3 + len(again)) * config.group_size == config.most_completions
+
+
 def two_young_groups_overtake_four_old_ones(schedule: Schedule) -> None:
     """B = 2, S = 2: at step 1 four groups of class 0 are outstanding, two of class 1 complete first, then all."""
     assert admit(schedule, 0) == [0, 1, 2, 3, 4, 5]

@@ -34,30 +34,12 @@ from llamarl_jax.bench.peers import Peer, PeerError, open_peers
 from llamarl_jax.bench.report import DecodeReport, print_report, report_path, save_report
 from llamarl_jax.bench.sample import OURS, Row, Runner, Sample, TokenIds, agreement
 from llamarl_jax.bench.workload import Workload, make_prompts, open_workload
-from llamarl_jax.engine.api import DecodeState
-from llamarl_jax.engine.engine import DecodeEngine, EngineConfig, PackedResult
+from llamarl_jax.engine.engine import DecodeEngine, EngineConfig
 from llamarl_jax.engine.kernel_choice import choose_kernels
 from llamarl_jax.engine.sampling import SamplingConfig
 from llamarl_jax.engine.slots import CompletionRequest, SlotScheduler
-from llamarl_jax.models.transformer import Params
+from llamarl_jax.models.kv_cache import has_scales
 from llamarl_jax.types import Prompt
-
-
-class TimedEngine(DecodeEngine):
-    """The engine, which notes when each `generate` call began and ended; what was dispatched before is waited for first."""
-
-    def __init__(self, workload: Workload, config: EngineConfig, seed: int) -> None:
-        super().__init__(workload.spec, workload.mesh, config, eos_token_ids=(), seed=seed)
-        self.calls: list[tuple[float, float]] = []
-
-    def generate(self, params: Params, state: DecodeState, *, is_truncated: bool = False) -> tuple[DecodeState, PackedResult]:
-        """Runs and times the call."""
-        jax.block_until_ready(state)
-        start = time.perf_counter()
-        state, result = super().generate(params, state, is_truncated=is_truncated)
-        jax.block_until_ready(result.packed)
-        self.calls.append((start, time.perf_counter()))
-        return state, result
 
 
 class OurDecoder:
@@ -73,29 +55,31 @@ class OurDecoder:
             max_new_tokens=options.new_tokens,
             decode_steps_per_call=options.decode_steps_per_call,
             dtype=options.dtype,
+            kv_dtype=options.kv_dtype,
             quantization=workload.spec.quantization,
             kernels=options.kernels,
         )
         self.pid = os.getpid()
-        self.engine = TimedEngine(workload, config, options.seed)
-        self.slots = SlotScheduler(self.engine, workload.params, version=0)
+        self.engine = DecodeEngine(workload.spec, workload.mesh, config, eos_token_ids=(), seed=options.seed)
+        self.slots = SlotScheduler(self.engine, workload.params, version=0, dispatch_ahead=options.dispatch_ahead)
         self._prompt_ids = itertools.count()  # the scheduler would use the prefix of an equal id again
 
     def run(self, prompts: TokenIds, new_tokens: int) -> Sample:
         """Decodes the prompts and times it."""
-        self.engine.calls.clear()
+        self.slots.take_counters()
         start = time.perf_counter()
         self.submit(prompts, new_tokens)
-        finished = {}
+        finished, counted = {}, []
         while not self.slots.is_idle:
             finished.update(self.slots.step())
+            counted.append(self.slots.take_counters())
         total_s = time.perf_counter() - start
-        steps_per_call = self.engine.config.decode_steps_per_call
         return Sample(
             total_s=total_s,
-            prefill_s=self.engine.calls[0][0] - start,
+            prefill_s=sum(counters.prefill_s for counters in counted),
             decode_steps=new_tokens,
-            step_s=statistics.median(end - begin for begin, end in self.engine.calls) / steps_per_call,
+            # Of the calls that a `step` has read; one that is dispatched ahead is read by a later one.
+            step_s=statistics.median(c.decode_s * self.engine.num_slots / c.num_slot_steps for c in counted if c.num_slot_steps),
             token_ids=[finished[i].token_ids.tolist() for i in range(len(prompts))],
         )
 
@@ -219,8 +203,15 @@ def _cost(workload: Workload, batch: int, options: DecodeOptions) -> StepCost:
         new_tokens=options.new_tokens,
         kernel_itemsize=itemsize if options.quantization == "none" else 1,
         head_itemsize=itemsize,
-        cache_itemsize=itemsize,
+        cache_itemsize=_cache_itemsize(workload, options),
     )
+
+
+def _cache_itemsize(workload: Workload, options: DecodeOptions) -> float:
+    """Returns the bytes of one number in the KV cache, its share of a scale included."""
+    cache_dtype = EngineConfig(dtype=options.dtype, kv_dtype=options.kv_dtype).cache_dtype
+    scale = np.dtype(np.float32).itemsize / workload.config.head_dim if has_scales(cache_dtype) else 0
+    return np.dtype(jax.numpy.dtype(cache_dtype)).itemsize + scale
 
 
 def _profile(ours: OurDecoder, workload: Workload, batch: int, options: DecodeOptions, console: Console) -> list[dict[str, Any]]:

@@ -66,7 +66,7 @@ def step_cost(
     new_tokens: int,
     kernel_itemsize: int,
     head_itemsize: int,
-    cache_itemsize: int,
+    cache_itemsize: float,
 ) -> StepCost:
     """Returns the least work of a decode step, on average from the first one, which sees the prompt, to the last.
 

@@ -26,7 +26,9 @@ class DecodeOptions:
     slots_per_prompt: int = 1
     """As `engine.slots_per_prompt` of a config."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of weights, activations and KV cache."""
+    """Type of weights and activations, and of the KV cache if `kv_dtype` does not say otherwise."""
+    kv_dtype: Literal["same", "float8_e4m3fn", "int8"] = "same"
+    """Type of the KV cache, as `engine.kv_dtype` of a config."""
     quantization: Literal["none", "w8a16", "w8a8"] = "none"
     """float8 weights, alone or with float8 activations, as `engine.quantization.mode` of a config."""
     kernels: Literal["auto", "xla", "native", "pallas"] = "auto"
@@ -35,6 +37,8 @@ class DecodeOptions:
     """Timed runs of each batch after one that compiles; medians are reported."""
     decode_steps_per_call: int = 8
     """Decode steps between two looks at the results, as `engine.decode_steps_per_call` of a config."""
+    dispatch_ahead: int = 0
+    """Calls that are dispatched before the results of the last are read, as `engine.dispatch_ahead` of a config."""
     seed: int = 0
     """Seed of the prompts, and of the weights of a random shape."""
     peers: bool = False
@@ -58,6 +62,13 @@ class DecodeOptions:
         for name, value in {"prompt_tokens": self.prompt_tokens, "new_tokens": self.new_tokens}.items():
             if value < MIN_DECODE_TOKENS:
                 raise ValueError(f"bench decode: {name} is {value}; it must be at least {MIN_DECODE_TOKENS}, so that both phases have work")
+        if self.dispatch_ahead < 0:
+            raise ValueError(f"bench decode: dispatch_ahead is {self.dispatch_ahead}; choose 0 (read each call at once) or more")
+        if self.profile and self.dispatch_ahead:
+            raise ValueError(
+                f"bench decode: --profile traces one call from its dispatch to its results, but dispatch_ahead is {self.dispatch_ahead}, "
+                "so that others are on their way; set --dispatch-ahead 0"
+            )
         if self.profile and self.new_tokens < 2 * self.decode_steps_per_call:
             raise ValueError(
                 f"bench decode: --profile traces the second call, but new_tokens is {self.new_tokens} and a call has "

@@ -70,8 +70,8 @@ def print_report(report: DecodeReport, console: Console) -> None:
     """Prints the limits, the table, what was left out, and the profiles."""
     machine, limits = report.hardware, report.limits
     console.print(
-        f"\n{report.model} ({report.origin}), {report.options.dtype}{_fp8(report.options)}, {report.options.kernels} kernels, "
-        f"{report.options.prompt_tokens} + {report.options.new_tokens} tokens{_sharing(report.options)}",
+        f"\n{report.model} ({report.origin}), {_types(report.options)}, {report.options.kernels} kernels, "
+        f"{report.options.prompt_tokens} + {report.options.new_tokens} tokens{_sharing(report.options)}{_ahead(report.options)}",
         f"{machine['gpu'] or machine['cpu']}, {machine['cores']} cores; load average before: {report.load_average}",
         f"limits: reads {limits.read_bytes_per_s / 1e9:,.1f} GB/s, copies {limits.copy_bytes_per_s / 1e9:,.1f} GB/s, "
         f"matmul {limits.matmul_flops_per_s / 1e9:,.0f} GFLOP/s",
@@ -205,5 +205,10 @@ def _sharing(options: DecodeOptions) -> str:
     return f", {options.samples_per_prompt} samples of a prompt, slots_per_prompt {options.slots_per_prompt}"
 
 
-def _fp8(options: DecodeOptions) -> str:
-    return "" if options.quantization == "none" else f"-{options.quantization}"
+def _ahead(options: DecodeOptions) -> str:
+    return f", {options.dispatch_ahead} calls ahead" if options.dispatch_ahead else ""
+
+
+def _types(options: DecodeOptions) -> str:
+    weights = options.dtype if options.quantization == "none" else f"{options.dtype}-{options.quantization}"
+    return weights if options.kv_dtype == "same" else f"{weights}, {options.kv_dtype} cache"

@@ -60,7 +60,8 @@ class EngineConfig:
     """Shape of the decoder."""
 
     num_slots: int | Literal["auto"] = 32
-    """Completions decoded at once, a multiple of the generator mesh's data axis; `auto` takes as many as fit the memory."""
+    """Completions decoded at once, a multiple of the generator mesh's data axis; `auto` takes as many as fit the memory and as the schedule
+    can have unfinished."""
     slots_per_prompt: int = 1
     """Slots for each prompt that can be decoded at once. With n, the keys and values of a prompt are kept and read once for up to 4n
     completions; their memory falls by n, and no more than num_slots / n prompts run together, in evaluation too. A prompt runs until the

@@ -123,8 +123,11 @@ def plan_memory(
     )
 
 
-def resolve_slots(config: EngineConfig, plan: MemoryPlan) -> EngineConfig:
-    """Returns the config with `num_slots` as a number: as many as fit for `auto`.
+def resolve_slots(config: EngineConfig, plan: MemoryPlan, *, most_completions: int = MOST_AUTO_SLOTS) -> EngineConfig:
+    """Returns the config with `num_slots` as a number: for `auto` as many as fit and can be of use.
+
+    Args:
+        most_completions: completions that can be unfinished at once; more slots would always idle, and each is computed at every step.
 
     Raises:
         ValueError: the wanted slots, or not even one for each replica, do not fit.
@@ -135,8 +138,8 @@ def resolve_slots(config: EngineConfig, plan: MemoryPlan) -> EngineConfig:
             "engine.max_prompt_tokens or max_new_tokens, or engine.quantization"
         )
     if config.num_slots == "auto":
-        most = MOST_AUTO_SLOTS // plan.num_replicas * plan.num_replicas
-        return dataclasses.replace(config, num_slots=min(plan.most_slots, max(most, plan.num_replicas)))
+        most = -(-min(most_completions, MOST_AUTO_SLOTS) // plan.num_replicas) * plan.num_replicas
+        return dataclasses.replace(config, num_slots=min(plan.most_slots, most))
     if config.num_slots > plan.most_slots:
         raise ValueError(
             f"engine.num_slots = {config.num_slots} does not fit: {plan.describe()}; choose at most {plan.most_slots}, or 'auto'"

@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from llamarl_jax.bench.decode import OurDecoder, bench_decode
 from llamarl_jax.bench.options import DecodeOptions
 from llamarl_jax.bench.sample import Sample
 from llamarl_jax.bench.workload import make_prompts, open_workload
+from llamarl_jax.engine.api import Prefilled, PrefillRequest
+from llamarl_jax.models.transformer import Params
 from tests.bench.command_line import run_to_exit
 
 SMALL: dict[str, Any] = {
@@ -60,22 +63,53 @@ def test_timing_starts_no_compilation():
     before = ours.engine.num_compilations()
     sample = ours.run(prompts, 6)
     assert ours.engine.num_compilations() == before
-    assert len(ours.engine.calls) == 3
+    assert 0 < sample.prefill_s + 6 * sample.step_s < 2 * sample.total_s
     assert [len(ids) for ids in sample.token_ids] == [6, 6]
 
 
+def _note_prefills(ours: OurDecoder, monkeypatch: pytest.MonkeyPatch) -> list[PrefillRequest]:
+    """Returns the prompts that are prefilled from now on."""
+    seen, prefill = [], ours.engine.prefill
+
+    def noted(params: Params, wanted: Sequence[PrefillRequest]) -> Iterator[Prefilled]:
+        seen.extend(wanted)
+        return prefill(params, wanted)
+
+    monkeypatch.setattr(ours.engine, "prefill", noted)
+    return seen
+
+
 @pytest.mark.parametrize("kernels", ["auto", "xla"])
-def test_samples_of_a_prompt_share_its_prefill_and_change_no_token(kernels):
+def test_samples_of_a_prompt_share_its_prefill_and_change_no_token(kernels, monkeypatch):
     results = []
     for slots_per_prompt in (1, 2):
         options = DecodeOptions(**{**SMALL, "kernels": kernels}, samples_per_prompt=4, slots_per_prompt=slots_per_prompt)
         workload = open_workload(options)
         ours = OurDecoder(workload, 6, options)
+        prefilled = _note_prefills(ours, monkeypatch)
         results.append(ours.run(make_prompts(workload.config, 6, 8, seed=0, samples=4), 6).token_ids)
-        assert ours.slots.take_counters().num_prefills == 2
+        assert len(prefilled) == 2
         assert ours.engine.num_prompt_rows == 6 // slots_per_prompt
     assert results[0] == results[1]
     assert results[0][0] == results[0][3] != results[0][4]
+
+
+def test_calls_ahead_change_no_token_and_a_small_cache_is_counted_as_such(tmp_path):
+    results = {}
+    for name, changes in {"plain": {}, "ahead": {"dispatch_ahead": 1}, "int8": {"kv_dtype": "int8"}}.items():
+        options = DecodeOptions(**SMALL, **changes, output_dir=tmp_path)
+        workload = open_workload(options)
+        ours = OurDecoder(workload, 2, options)
+        results[name] = ours.run(make_prompts(workload.config, 2, 8, seed=0), 6).token_ids
+        if name == "int8":
+            assert ours.engine.init_decode_state().cache[0].keys.dtype == "int8"
+    assert results["plain"] == results["ahead"]
+    report = json.loads(bench_decode(DecodeOptions(**SMALL, kv_dtype="int8", dispatch_ahead=1, output_dir=tmp_path)).read_text())
+    whole = json.loads(bench_decode(DecodeOptions(**SMALL, output_dir=tmp_path)).read_text())
+    sizes = [result["least_work_of_a_step"]["2"]["cache_bytes"] for result in (report, whole)]
+    head_dim = open_workload(DecodeOptions(**SMALL)).config.head_dim
+    assert sizes[0] / sizes[1] == pytest.approx((1 + 4 / head_dim) / 4)
+    assert (report["settings"]["kv_dtype"], report["settings"]["dispatch_ahead"]) == ("int8", 1)
 
 
 class _Fake:
@@ -131,6 +165,8 @@ def test_peers_need_a_folder(tmp_path, monkeypatch):
         ({"samples_per_prompt": 0}, "bench decode: samples_per_prompt has 0; it must be at least 1"),
         ({"new_tokens": 1}, "bench decode: new_tokens is 1; it must be at least 2"),
         ({"profile": True, "new_tokens": 9}, "set --new-tokens to at least 16"),
+        ({"dispatch_ahead": -1}, "bench decode: dispatch_ahead is -1; choose 0"),
+        ({"profile": True, "dispatch_ahead": 1}, "but dispatch_ahead is 1, so that others are on their way; set --dispatch-ahead 0"),
     ],
 )
 def test_options_that_make_no_sense(changes, message):

@@ -81,6 +81,11 @@ def test_auto_takes_what_fits_and_too_many_is_an_error_with_the_figure():
         resolve_slots(ENGINE, plan_memory(LISTED, _mesh(1, 1), ENGINE, num_weight_copies=1, limit_bytes=100_000))
     huge = plan_memory(LISTED, _mesh(1, 1), ENGINE, num_weight_copies=1, limit_bytes=10**12)
     assert resolve_slots(ENGINE, huge).num_slots == 1024
+    assert resolve_slots(ENGINE, huge, most_completions=96).num_slots == 96
+    assert resolve_slots(dataclasses.replace(ENGINE, num_slots=200), huge, most_completions=96).num_slots == 200  # as asked for
+    two = plan_memory(LISTED, _mesh(2, 1), ENGINE, num_weight_copies=1, limit_bytes=10**12)
+    assert resolve_slots(ENGINE, two, most_completions=7).num_slots == 8
+    assert resolve_slots(ENGINE, plan, most_completions=10**6).num_slots == plan.most_slots
     with pytest.raises(ValueError, match=r"engine.num_slots is 'auto'"):
         DecodeEngine(LISTED, _mesh(1, 1), ENGINE, eos_token_ids=(), seed=0)
 
