@@ -309,7 +309,9 @@ class DecodeEngine:
 
     def _prefill_batches(self, requests: Sequence[PrefillRequest], buckets: dict[int, list[int]]) -> Iterator[_PrefillBatch]:
         for bucket, numbers in sorted(buckets.items()):
-            queues = [[n for n in numbers if requests[n].replica == replica] for replica in range(self.num_replicas)]
+            queues: list[list[int]] = [[] for _ in range(self.num_replicas)]
+            for number in numbers:
+                queues[requests[number].replica].append(number)
             while most := max(map(len, queues)):
                 rows = _prefill_rows(most, self.config.prefill_chunk_tokens // bucket)
                 places = tuple((n, replica, row) for replica, queue in enumerate(queues) for row, n in enumerate(queue[:rows]))

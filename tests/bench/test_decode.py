@@ -63,7 +63,8 @@ def test_timing_starts_no_compilation():
     before = ours.engine.num_compilations()
     sample = ours.run(prompts, 6)
     assert ours.engine.num_compilations() == before
-    assert 0 < sample.prefill_s + 6 * sample.step_s < 2 * sample.total_s
+    assert 0 < sample.prefill_s < sample.total_s
+    assert 0 < sample.step_s <= sample.decode_s / 4  # two of three calls are no shorter than the median, and have two steps each
     assert [len(ids) for ids in sample.token_ids] == [6, 6]
 
 
