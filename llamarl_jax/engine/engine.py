@@ -466,15 +466,15 @@ class DecodeEngine:
 
     def _prefill_new(self, params: Params, token_ids: Int[Array, "B T"], *, length: int) -> tuple[KVCache, Int[Array, ""]]:
         cache = init_cache(self.spec.config, token_ids.shape[0], length, self.config.cache_dtype)
-        return self._prefill_chunk(params, cache, token_ids, jnp.int32(0))
+        return self._prefill_chunk(params, cache, token_ids, jnp.int32(0), num_seen=token_ids.shape[1])
 
     def _prefill_chunk(
-        self, params: Params, cache: KVCache, token_ids: Int[Array, "B T"], start: Int[Array, ""]
+        self, params: Params, cache: KVCache, token_ids: Int[Array, "B T"], start: Int[Array, ""], num_seen: int | None = None
     ) -> tuple[KVCache, Int[Array, ""]]:
         """Returns the cache, and a number that is there when the cache is; the next chunk takes the cache itself away."""
         token_ids = constrain(token_ids, "rows", None)
         starts = jnp.full(token_ids.shape[0], start)
-        return self.spec.bind(params).extend(token_ids, starts, cache, dtype=self._dtype)[1], start + token_ids.shape[1]
+        return self.spec.bind(params).extend(token_ids, starts, cache, num_seen=num_seen, dtype=self._dtype)[1], start + token_ids.shape[1]
 
     def _resize_cache(self, cache: KVCache, *, length: int) -> KVCache:
         return resize(cache, length)

@@ -91,8 +91,10 @@ def _scores(queries: Float[Array, "B T H Q"], cache: LayerCache, mask: Bool[Arra
     batch, length, num_heads, head_dim = queries.shape
     num_kv_heads = cache.keys.shape[1]
     grouped = queries.reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    scores = jnp.einsum("btkgq,bkcq->bkgtc", grouped, cache.keys.astype(queries.dtype), preferred_element_type=jnp.float32)
-    scores = scores * head_dim**-0.5
+    # Queries become rows of their key-value head first: XLA for CPUs would transpose the scores instead, which are far larger.
+    rows = jnp.moveaxis(grouped, 1, 3).reshape(batch, num_kv_heads, -1, head_dim)
+    scores = _product(rows, cache.keys.astype(queries.dtype), 3, jnp.float32)
+    scores = scores.reshape(batch, num_kv_heads, -1, length, scores.shape[-1]) * head_dim**-0.5
     if cache.key_scales is not None:
         scores = scores * cache.key_scales[:, :, None, None, :]
     return jnp.where(mask[:, None, None], scores, MASKED_SCORE)
@@ -103,8 +105,15 @@ def _scaled(weights: Float[Array, "B K G T C"], cache: LayerCache) -> Float[Arra
 
 
 def _mix(weights: Float[Array, "B K G T C"], values: Float[Array, "B K C Q"], dtype: Any = None) -> Float[Array, "B T H Q"]:
-    mixed = jnp.einsum("bkgtc,bkcq->btkgq", weights, values, preferred_element_type=dtype)
-    return mixed.reshape(*mixed.shape[:2], -1, mixed.shape[-1])
+    batch, num_kv_heads, group, length, num_positions = weights.shape
+    mixed = _product(weights.reshape(batch, num_kv_heads, group * length, num_positions), values, 2, dtype)
+    mixed = mixed.reshape(batch, num_kv_heads, group, length, -1)
+    return jnp.moveaxis(mixed, 3, 1).reshape(batch, length, num_kv_heads * group, -1)
+
+
+def _product(rows: Float[Array, "B K R I"], matrices: Float[Array, "B K _ _"], dim: int, dtype: Any) -> Float[Array, "B K R _"]:
+    """Returns rows times the matrix of their row and head, over its dimension `dim`."""
+    return jax.lax.dot_general(rows, matrices, (((3,), (dim,)), ((0, 1), (0, 1))), preferred_element_type=dtype)
 
 
 def _mix_to_float32(weights: Float[Array, "B K G T C"], values: Float[Array, "B K C Q"]) -> Float[Array, "B T H Q"]:

@@ -34,11 +34,11 @@ from llamarl_jax.kernels.implementations import Kernels
 from llamarl_jax.meshes import constrain, named_sharding
 from llamarl_jax.models.attention import attend, attend_cache, attend_prompt_and_own, part_of
 from llamarl_jax.models.config import ModelConfig
-from llamarl_jax.models.kv_cache import KVCache, LayerCache, write
+from llamarl_jax.models.kv_cache import KVCache, LayerCache, cache_length, write
 from llamarl_jax.models.prompt_index import PromptIndex
 from llamarl_jax.models.rope import Rope, rope_tables, rotate
 from llamarl_jax.quantization.fp8 import DTYPE as FP8_DTYPE
-from llamarl_jax.quantization.fp8 import Mode, QuantizationConfig, fp8_linear, quantize
+from llamarl_jax.quantization.fp8 import Mode, QuantizationConfig, fp8_product, quantize
 from llamarl_jax.quantization.row_product import row_product
 
 UNKNOWN_ID_LOGIT = -1e30
@@ -87,7 +87,7 @@ class Linear(nnx.Module):
             else:
                 y = jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (1,)), ((), ())))
         else:
-            y = fp8_linear(x, self.kernel[...], self.kernel_scale[...], self.mode)
+            y = fp8_product(x, self.kernel[...], self.kernel_scale[...], self.mode).astype(x.dtype)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
 
@@ -216,7 +216,13 @@ class Transformer(nnx.Module):
             self.layers = nnx.List([block() for _ in range(config.num_layers)])
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, lead=())
         if not config.is_tied_embedding:
-            self.lm_head = Linear(config.vocab_size, config.hidden_size, ("vocab", "embed"), lead=(), rngs=rngs)
+            mode = "none" if is_scanned else quantization.mode_of("lm_head")
+            self.lm_head = Linear(config.vocab_size, config.hidden_size, ("vocab", "embed"), lead=(), rngs=rngs, mode=mode)
+        elif quantization.mode_of("lm_head") != "none":
+            raise ValueError(
+                "quantization.kernels has lm_head, but this model's LM head is its embedding (tie_word_embeddings), "
+                "which is never quantised; leave lm_head out"
+            )
 
     def __call__(
         self,
@@ -246,18 +252,28 @@ class Transformer(nnx.Module):
         return self.final_norm(self._run_layers(x, rope, mix, is_rematerialised))
 
     def extend(
-        self, token_ids: Int[Array, "B T"], start: Int[Array, " B"], cache: KVCache, *, dtype: Any = jnp.float32
+        self,
+        token_ids: Int[Array, "B T"],
+        start: Int[Array, " B"],
+        cache: KVCache,
+        *,
+        num_seen: int | None = None,
+        dtype: Any = jnp.float32,
     ) -> tuple[Float[Array, "B T D"], KVCache]:
         """Appends T tokens at positions start … start + T − 1 to every row of the cache; returns their hidden states and the cache.
 
         This is a prefill, or a chunk of one; it needs the list form of the layers.
+
+        Args:
+            num_seen: start + T where it is known, or a bound of it, so that no more of a long cache is read; None for all of it.
         """
         positions = start[:, None] + jnp.arange(token_ids.shape[1])[None, :]
-        mask = jnp.arange(cache[0].keys.shape[2]) <= positions[:, :, None]
+        num_seen = cache_length(cache) if num_seen is None else num_seen
+        mask = jnp.arange(num_seen) <= positions[:, :, None]
 
         def mix(old: LayerCache, queries: Array, keys: Array, values: Array) -> tuple[Array, LayerCache]:
             new = write(old, keys, values, start)
-            return attend_cache(queries, new, mask), new
+            return attend_cache(queries, jax.tree.map(lambda x: x[:, :, :num_seen], new), mask), new
 
         return self._run_list(token_ids, rope_tables(self.config, positions), [partial(mix, layer) for layer in cache], dtype)
 
@@ -301,14 +317,19 @@ class Transformer(nnx.Module):
 
     def logits(self, hidden: Float[Array, "*shape D"]) -> Float[Array, "*shape V"]:
         """Returns float32 logits; ids unknown to the tokenizer get −1e30."""
-        kernel = self.embed.embedding if self.config.is_tied_embedding else self.lm_head.kernel
         with jax.named_scope("lm_head"):
-            # Operands stay in the compute dtype: a float32 copy of a bfloat16 kernel would be written at every decode step.
-            operand = jnp.asarray(kernel[...], hidden.dtype)
-            logits = native.linear(hidden, operand) if can_be_native(hidden, operand, self.kernels) else row_product(hidden, operand)
+            logits = self._apply_head(hidden)
         if self.config.valid_vocab_size == self.config.vocab_size:
             return logits
         return jnp.where(jnp.arange(self.config.vocab_size) < self.config.valid_vocab_size, logits, UNKNOWN_ID_LOGIT)
+
+    def _apply_head(self, hidden: Float[Array, "*shape D"]) -> Float[Array, "*shape V"]:
+        head = None if self.config.is_tied_embedding else self.lm_head
+        if head is not None and head.kernel_scale is not None:
+            return fp8_product(hidden, head.kernel[...], head.kernel_scale[...], head.mode)
+        # Operands stay in the compute dtype: a float32 copy of a bfloat16 kernel would be written at every decode step.
+        kernel = jnp.asarray((self.embed.embedding if head is None else head.kernel)[...], hidden.dtype)
+        return native.linear(hidden, kernel) if can_be_native(hidden, kernel, self.kernels) else row_product(hidden, kernel)
 
     def _run_list(
         self, token_ids: Int[Array, "B T"], rope: Rope, mixers: Sequence[Mixer], dtype: Any

@@ -23,6 +23,8 @@ from jaxtyping import Array, Float
 from llamarl_jax.quantization.row_product import row_product
 
 Mode = Literal["none", "w8a16", "w8a8"]
+KERNELS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head")
+"""What can be quantised."""
 DTYPE = jnp.float8_e4m3fn
 LARGEST = 448.0
 _LEAST_SCALE = 1e-30
@@ -36,14 +38,12 @@ class QuantizationConfig:
     mode: Mode = "none"
     """`none`; `w8a16`: weights only; `w8a8`: weights and, token by token, the activations they are multiplied with."""
     kernels: tuple[str, ...] = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-    """Kernels that are quantised. Embeddings, LM head and norms never are: a small error in them is one in every token."""
+    """Kernels that are quantised. `lm_head` can be added for a model whose head is not its embedding. Embeddings and norms never are: they
+    are a small part of what a step reads, and an error in them is one in every token."""
 
     def __post_init__(self) -> None:
-        unknown = set(self.kernels) - {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
-        if unknown:
-            raise ValueError(
-                f"quantization.kernels has {sorted(unknown)}; only qkv_proj, o_proj, gate_up_proj and down_proj can be quantised"
-            )
+        if unknown := sorted(set(self.kernels) - set(KERNELS)):
+            raise ValueError(f"quantization.kernels has {unknown}; only {', '.join(KERNELS)} can be quantised")
 
     def mode_of(self, kernel: str) -> Mode:
         """Returns how one kernel is stored."""
@@ -65,8 +65,8 @@ def quantize_kernel(linear: dict[str, Any]) -> dict[str, Any]:
     return {**linear, "kernel": kernel, "kernel_scale": scale}
 
 
-def quantize_layer(layer: dict[str, Any], config: QuantizationConfig) -> dict[str, Any]:
-    """Returns one layer of the decoding form with the kernels of the config in float8."""
+def quantize_kernels(params: dict[str, Any], config: QuantizationConfig) -> dict[str, Any]:
+    """Returns parameters of the decoding form, of a layer or around the layers, with the kernels of the config in float8."""
 
     def visit(tree: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -74,15 +74,15 @@ def quantize_layer(layer: dict[str, Any], config: QuantizationConfig) -> dict[st
             for name, entry in tree.items()
         }
 
-    return visit(layer)
+    return visit(params)
 
 
-def fp8_linear(
+def fp8_product(
     x: Float[Array, "*rows I"], kernel: Float[Array, "O I"], kernel_scale: Float[Array, " O"], mode: Mode
 ) -> Float[Array, "*rows O"]:
-    """Returns x · (kernel · scale)ᵀ in the dtype of `x`."""
+    """Returns x · (kernel · scale)ᵀ in float32."""
     if mode == "w8a16":
-        return (row_product(x, kernel.astype(x.dtype)) * kernel_scale).astype(x.dtype)
+        return row_product(x, kernel.astype(x.dtype)) * kernel_scale
     values, scale = quantize(x)
     product = row_product(values.reshape(-1, values.shape[-1]), kernel).reshape(*x.shape[:-1], -1)
-    return (product * scale[..., None] * kernel_scale).astype(x.dtype)
+    return product * scale[..., None] * kernel_scale

@@ -31,7 +31,7 @@ from jaxtyping import Array, Int
 from llamarl_jax.meshes import Meshes, build_mesh
 from llamarl_jax.models.decoding_form import fuse_layer
 from llamarl_jax.models.transformer import Params, TransformerSpec, decoder_dtype
-from llamarl_jax.quantization.fp8 import quantize_layer
+from llamarl_jax.quantization.fp8 import quantize_kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class WeightExporter:
         self._export_mesh = build_mesh(list(meshes.trainer.devices.flat), {"data": meshes.trainer.size // num_slices, "tensor": num_slices})
         flight_mesh = _flight_mesh(meshes.generator, num_slices)
         self._export_shardings = generator.shardings(self._export_mesh)
-        self._layer_on_trainer = generator.shardings(meshes.trainer)["layers"][0]
+        self._on_trainer = generator.shardings(meshes.trainer)
         self._flight_shardings = generator.shardings(flight_mesh)
         self._final_shardings = generator.shardings(meshes.generator)
         self._land = None
@@ -116,13 +116,15 @@ class WeightExporter:
         part = jax.tree.map(cut, layers)
         config, quantization = self._generator.config, self._generator.quantization
         fused = [fuse_layer(jax.tree.map(lambda x, i=i: x[i], part), config) for i in range(num_layers)]
-        cast = [self._cast(quantize_layer(layer, quantization)) for layer in fused]
+        cast = [self._cast(quantize_kernels(layer, quantization)) for layer in fused]
         # Pinned to where the masters are, or XLA moves float32 between the devices and rounds it off on arrival.
-        return [jax.lax.with_sharding_constraint(layer, self._layer_on_trainer) for layer in cast]
+        return [jax.lax.with_sharding_constraint(layer, self._on_trainer["layers"][0]) for layer in cast]
 
     def _cast_rest(self, rest: Params) -> Params:
+        cast = self._cast(quantize_kernels(rest, self._generator.quantization))
+        pinned = jax.lax.with_sharding_constraint(cast, _matching(cast, self._on_trainer))
         # A copy even where the dtype is right: jit would hand out its own argument, which the next training step donates.
-        return jax.tree.map(jnp.copy, self._cast(rest))
+        return jax.tree.map(jnp.copy, pinned)
 
     def _cast(self, params: Params) -> Params:
         return jax.tree_util.tree_map_with_path(lambda path, x: x.astype(decoder_dtype(path, x, self._dtype)), params)

@@ -23,7 +23,7 @@ from llamarl_jax.aot.compiler import Compiled, compile_lowered
 from llamarl_jax.aot.hlo import Parameter
 from llamarl_jax.aot.targets import A100, H100, Target, topology
 from llamarl_jax.meshes import build_mesh
-from llamarl_jax.quantization.fp8 import fp8_linear
+from llamarl_jax.quantization.fp8 import fp8_product
 
 SAMPLES = Path(__file__).parent / "samples"
 B, D, F, L = 8, 64, 128, 3
@@ -113,7 +113,7 @@ def float8(mesh: Mesh, *, mode: Any = "w8a8") -> jax.stages.Lowered:
     """The decoder's float8 product, with weights stored (out, in)."""
 
     def run(params, x):
-        return fp8_linear(x, params["kernel"], params["kernel_scale"], mode)
+        return fp8_product(x, params["kernel"], params["kernel_scale"], mode).astype(x.dtype)
 
     params = {"kernel": shape(mesh, (WIDE, WIDE), dtype=jnp.float8_e4m3fn), "kernel_scale": shape(mesh, (WIDE,))}
     return jax.jit(run).lower(params, shape(mesh, (16, WIDE), dtype=jnp.bfloat16))

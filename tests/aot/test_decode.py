@@ -9,6 +9,7 @@ from llamarl_jax.aot.decode import compile_decode, compile_prefill
 from llamarl_jax.aot.report import Report
 from llamarl_jax.aot.targets import A100, H100, H200
 from llamarl_jax.engine.engine import EngineConfig
+from llamarl_jax.quantization.fp8 import KERNELS, QuantizationConfig
 from tests.aot import checks
 from tests.aot.engines import MODEL, SHALLOW, engine_config
 
@@ -91,6 +92,17 @@ def test_bfloat16_weights_are_read_as_stored_too():
         report = shallow("none", num_slots=num_slots)
         checks.check_weights_are_read_as_stored(report)
         assert set(report.flops_per_step) == {"bf16"}
+
+
+@pytest.mark.parametrize("tensor", [1, 8])
+def test_an_lm_head_in_float8_is_one_more_float8_product(tensor):
+    engine = dataclasses.replace(engine_config(), quantization=QuantizationConfig(mode="w8a8", kernels=KERNELS))
+    report = compile_decode(SHALLOW, engine, tensor=tensor)
+    assert report.fp8_products_per_step == 4 * SHALLOW.num_layers + 1
+    assert set(report.flops_per_step) == {"f8e4m3fn"}
+    checks.check_weights_are_read_as_stored(report)
+    checks.check_cache_is_written_in_place(report)
+    checks.check_memory_is_as_planned(report, SHALLOW, engine)
 
 
 def test_an_a100_has_no_float8_products_and_converts_every_kernel():

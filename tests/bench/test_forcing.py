@@ -3,6 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from llamarl_jax import controller
 from llamarl_jax.bench import forcing
 from llamarl_jax.bench.forcing import ForcedBatch, Trainer, rows_per_chunk
 from llamarl_jax.bench.workload import PLACEMENT
@@ -15,6 +16,7 @@ from llamarl_jax.policy import open_policy
 from llamarl_jax.quantization.fp8 import Mode, QuantizationConfig
 from llamarl_jax.types import Completion, FinishReason, Prompt
 from llamarl_jax.weights.export import WeightExporter, WeightsConfig
+from tests.integration.tiny_run import tiny_config
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +57,13 @@ def trainer(policy, masters):
     return Trainer(policy.stacked, masters, _sampled(policy))
 
 
-def _distance(policy, masters, trainer, mode: Mode = "none", cache_dtype="float32", dtype="float32"):
+def _exported(policy, masters, mode: Mode = "none", dtype="float32"):
     spec = policy.listed(QuantizationConfig(mode=mode))
-    params = WeightExporter(policy.stacked, spec, build_meshes(PLACEMENT), dtype, WeightsConfig()).send(masters)
-    return trainer.distance_to(spec, params, dtype, cache_dtype)
+    return spec, WeightExporter(policy.stacked, spec, build_meshes(PLACEMENT), dtype, WeightsConfig()).send(masters)
+
+
+def _distance(policy, masters, trainer, mode: Mode = "none", cache_dtype="float32", dtype="float32"):
+    return trainer.distance_to(*_exported(policy, masters, mode, dtype), dtype, cache_dtype)
 
 
 def test_a_row_is_a_prompt_and_its_completion():
@@ -90,22 +95,54 @@ def test_without_rounding_decoder_engine_and_trainer_agree(policy, masters, trai
     assert trainer.recorded_distance()[1] < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("mode", "cache_dtype", "dtype", "least", "most"),
-    [
-        ("w8a16", "float32", "float32", 1e-2, 0.2),
-        ("w8a8", "float32", "float32", 1e-2, 0.2),
-        ("none", "int8", "float32", 1e-4, 0.05),
-        ("none", "float8_e4m3fn", "float32", 1e-3, 0.1),
-        ("none", "bfloat16", "bfloat16", 1e-4, 0.05),
-    ],
-)
-def test_rounding_gives_a_distance_and_a_bounded_one(policy, masters, trainer, mode, cache_dtype, dtype, least, most):
-    distance = _distance(policy, masters, trainer, mode, cache_dtype, dtype)
+VARIANTS = [
+    ("w8a16", "float32", "float32", 1e-2, 0.2),
+    ("w8a8", "float32", "float32", 1e-2, 0.2),
+    ("none", "int8", "float32", 1e-4, 0.05),
+    ("none", "float8_e4m3fn", "float32", 1e-3, 0.1),
+    ("none", "bfloat16", "bfloat16", 1e-4, 0.05),
+    ("w8a16", "int8", "float32", 1e-2, 0.2),
+    ("w8a8", "float8_e4m3fn", "bfloat16", 1e-2, 0.2),
+]
+
+
+def _assert_rounded_within(distance, least, most):
     assert least < distance.logprob_abs_mean < distance.logprob_abs_max < 5 * most
     assert distance.logprob_abs_mean < most
     assert 0 < distance.kl < most
     assert 1 - most < distance.effective_sample_size < 1
+
+
+@pytest.mark.parametrize(("mode", "cache_dtype", "dtype", "least", "most"), VARIANTS)
+def test_rounding_gives_a_distance_and_a_bounded_one(policy, masters, trainer, mode, cache_dtype, dtype, least, most):
+    _assert_rounded_within(_distance(policy, masters, trainer, mode, cache_dtype, dtype), least, most)
+
+
+@pytest.fixture(scope="module")
+def trained(policy, masters, tmp_path_factory):
+    """The masters after eight optimizer steps and syncs of a run with a float8 decoder."""
+    config = tiny_config(
+        tmp_path_factory.mktemp("runs"),
+        schedule={"num_steps": 8, "groups_per_step": 6, "group_size": 8},
+        engine={"quantization": QuantizationConfig(mode="w8a8"), "kv_dtype": "float8_e4m3fn"},
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(controller, "open_policy", lambda _: policy)
+        summary = controller.run(config)
+    return open_policy(str(summary.model_dir)).load_params(build_meshes(PLACEMENT).trainer)
+
+
+@pytest.mark.parametrize(("mode", "cache_dtype", "dtype", "least", "most"), VARIANTS)
+def test_the_same_tokens_are_no_further_off_after_several_steps_and_syncs(
+    policy, masters, trainer, trained, mode, cache_dtype, dtype, least, most
+):
+    """The bounds of the start still hold, and the weights have moved by more than rounding takes from them."""
+    before = _distance(policy, masters, trainer, mode, cache_dtype, dtype)
+    after = _distance(policy, trained, Trainer(policy.stacked, trained, trainer.batch), mode, cache_dtype, dtype)
+    _assert_rounded_within(after, least, most)
+    assert after.logprob_abs_mean < 2 * before.logprob_abs_mean
+    moved = trainer.distance_to(*_exported(policy, trained), "float32", "float32")
+    assert moved.logprob_abs_mean > before.logprob_abs_mean
 
 
 @pytest.mark.parametrize(("mode", "kv_dtype"), [("w8a8", "same"), ("none", "int8"), ("none", "float8_e4m3fn")])

@@ -4,27 +4,33 @@
 
 Every prompt holds three solved problems and one that is not; a completion ends at an empty line. For each value of
 `engine.slots_per_prompt` the same groups are sampled to the end, in random order and several times, after one round that compiles. Printed
-are kept tokens per second of the whole run, prefill included, and the share of slot steps that gave a kept token: it falls where slots wait
-for a free prompt row.
+and saved as JSON are kept tokens per second of the whole run, prefill included, the share of slot steps that gave a kept token (it falls
+where slots wait for a free prompt row), and where the device's seconds went.
 """
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import json
+import os
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import tyro
 
+from llamarl_jax.bench.disturbance import undisturbed
+from llamarl_jax.bench.machine import hardware, versions
+from llamarl_jax.bench.report import new_path, plain_facts, write_json
+from llamarl_jax.bench.workload import describe_model
 from llamarl_jax.engine.engine import EngineConfig
 from llamarl_jax.engine.sampling import SamplingConfig
-from llamarl_jax.engine.slots import CompletionRequest, SlotScheduler
+from llamarl_jax.engine.slots import CompletionRequest, DecodeCounters, SlotScheduler
 from llamarl_jax.evaluate import open_decoder
 from llamarl_jax.meshes import PlacementConfig
 from llamarl_jax.policy import Policy, open_policy
@@ -55,27 +61,88 @@ class Options:
     """As `engine.kernels`."""
     repeats: int = 3
     """Timed runs of each value."""
+    max_disturbance: float = 0.05
+    """As for `llamarl bench decode`."""
+    output_dir: Path = Path("tests/benchmarks/results")
+    """Folder for the JSON file."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One run to the end."""
+
+    seconds: float
+    disturbance: float
+    counters: DecodeCounters
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Kept tokens of the whole run, prefill included."""
+        return self.counters.num_kept_tokens / self.seconds
+
+    @property
+    def slot_utilisation(self) -> float:
+        """Share of slot steps that gave a kept token."""
+        return self.counters.num_kept_tokens / self.counters.num_slot_steps
+
+
+@dataclass
+class Report:
+    """What was measured, by `slots_per_prompt`."""
+
+    started: datetime.datetime
+    model: str
+    origin: str
+    options: Options
+    prompt_tokens: tuple[int, int]
+    hardware: dict[str, Any] = field(default_factory=hardware)
+    versions: dict[str, str] = field(default_factory=versions)
+    samples: dict[int, list[Sample]] = field(default_factory=dict)
 
 
 def main(options: Options) -> None:
-    """Measures and prints a table."""
+    """Measures, prints a table and saves the numbers."""
     policy = open_policy(options.model)
     prompts = make_prompts(policy, options)
     lengths = [len(prompt.token_ids) for prompt in prompts]
     print(f"{len(prompts)} prompts of {min(lengths)} to {max(lengths)} tokens, {options}")
     schedulers = {n: open_scheduler(policy, options, n, max(lengths)) for n in options.slots_per_prompt}
-    rates, shares = ({n: [] for n in schedulers} for _ in range(2))
+    report = Report(datetime.datetime.now(datetime.UTC), *describe_model(options.model, policy), options, (min(lengths), max(lengths)))
     random = np.random.default_rng(0)
     for repeat in range(options.repeats + 1):
         order = random.permutation(len(prompts))
         for n, slots in schedulers.items():
-            seconds, counters = run(slots, [prompts[i] for i in order], options)
+            sample = measure(slots, [prompts[i] for i in order], options)
             if repeat:
-                rates[n].append(counters.num_kept_tokens / seconds)
-                shares[n].append(counters.num_kept_tokens / counters.num_slot_steps)
-    for n in schedulers:
-        values = ", ".join(f"{rate:.1f}" for rate in rates[n])
-        print(f"slots_per_prompt {n}: {values} tokens/s; slot utilisation {statistics.median(shares[n]):.3f}")
+                report.samples.setdefault(n, []).append(sample)
+                print(f"slots_per_prompt {n}, run {repeat}: {sample.tokens_per_s:.1f} tokens/s", flush=True)
+    print_table(report)
+    path = new_path(options.output_dir, report.started, "shared-prompts", report.model, "float32", report.hardware)
+    write_json(as_plain(report), path)
+    print(f"saved: {path}")
+
+
+def print_table(report: Report) -> None:
+    """Prints the medians."""
+    print("slots_per_prompt  tokens/s  slot utilisation  prefill s  decode s  tail s")
+    for n, samples in report.samples.items():
+        values = [statistics.median(values) for values in zip(*(row(sample) for sample in samples), strict=True)]
+        print("{:16d}  {:8.1f}  {:16.3f}  {:9.1f}  {:8.1f}  {:6.1f}".format(n, *values))
+
+
+def row(sample: Sample) -> tuple[float, ...]:
+    """Returns what the table shows of a run."""
+    counters = sample.counters
+    return sample.tokens_per_s, sample.slot_utilisation, counters.prefill_s, counters.decode_s, counters.tail_s
+
+
+def as_plain(report: Report) -> dict[str, Any]:
+    """Returns the report as JSON values."""
+    runs = {
+        str(n): [{**asdict(sample), "tokens_per_s": sample.tokens_per_s, "slot_utilisation": sample.slot_utilisation} for sample in samples]
+        for n, samples in report.samples.items()
+    }
+    return {**plain_facts("shared-prompts", report), "prompt_tokens": report.prompt_tokens, "runs_by_slots_per_prompt": runs}
 
 
 def make_prompts(policy: Policy, options: Options) -> list[Prompt]:
@@ -99,8 +166,19 @@ def open_scheduler(policy: Policy, options: Options, slots_per_prompt: int, max_
     return open_decoder(policy, PlacementConfig(kind="shared"), engine, 0)
 
 
-def run(slots: SlotScheduler, prompts: Sequence[Prompt], options: Options):
-    """Samples all groups to the end; returns the seconds and what was counted."""
+def measure(slots: SlotScheduler, prompts: Sequence[Prompt], options: Options) -> Sample:
+    """Returns a run that other processes left alone, as far as there is one."""
+
+    def run() -> tuple[float, DecodeCounters]:
+        slots.take_counters()
+        return sample_all(slots, prompts, options), slots.take_counters()
+
+    (seconds, counters), disturbance = undisturbed(run, [os.getpid()], options.max_disturbance, print)
+    return Sample(seconds, disturbance, counters)
+
+
+def sample_all(slots: SlotScheduler, prompts: Sequence[Prompt], options: Options) -> float:
+    """Samples all groups to the end; returns the seconds."""
     tickets = itertools.count()
     slots.submit(
         [
@@ -118,7 +196,7 @@ def run(slots: SlotScheduler, prompts: Sequence[Prompt], options: Options):
     start = time.perf_counter()
     while not slots.is_idle:
         slots.step()
-    return time.perf_counter() - start, slots.take_counters()
+    return time.perf_counter() - start
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from llamarl_jax.engine.engine import EngineConfig, prompt_bucket
 from llamarl_jax.engine.sampling import SamplingConfig
 from llamarl_jax.engine.slots import SlotScheduler
 from llamarl_jax.models.kv_cache import init_cache
+from llamarl_jax.models.transformer import decoder_dtype
+from llamarl_jax.quantization.fp8 import QuantizationConfig, quantize_kernels
 from llamarl_jax.types import FinishReason
 from tests.engine.tiny_engine import (
     CONFIG,
@@ -237,14 +239,21 @@ def test_cache_is_split_over_slots_and_heads():
     assert shared.addressable_shards[0].data.shape == (1, 1, *shared.shape[2:])
 
 
-@pytest.mark.parametrize("slots_per_prompt", [1, 2])
-def test_bfloat16_stays_close_to_the_trainers_full_forward(params, slots_per_prompt):
-    engine = make_engine(dtype="bfloat16", slots_per_prompt=slots_per_prompt)
+@pytest.mark.parametrize(
+    ("mode", "dtype", "least", "most"), [("none", "bfloat16", 1e-4, 0.1), ("w8a16", "float32", 1e-3, 0.3), ("w8a8", "bfloat16", 1e-3, 0.3)]
+)
+@pytest.mark.parametrize(("data", "tensor", "slots_per_prompt"), [(1, 1, 1), (1, 1, 2), (2, 2, 2)])
+def test_narrow_weights_stay_close_to_the_trainers_full_forward(params, mode, dtype, least, most, data, tensor, slots_per_prompt):
+    quantization = QuantizationConfig(mode=mode)
+    engine = make_engine(dtype=dtype, quantization=quantization, data=data, tensor=tensor, slots_per_prompt=slots_per_prompt)
     prompts = make_prompts([1, 2, 15, 16, 17, 24])
-    slots = SlotScheduler(engine, jax.tree.map(lambda x: x.astype(jnp.bfloat16), place(engine, unstack(params))), 3)
+    narrow = jax.tree_util.tree_map_with_path(
+        lambda path, x: x.astype(decoder_dtype(path, x, dtype)), quantize_kernels(unstack(params), quantization)
+    )
+    slots = SlotScheduler(engine, place(engine, narrow), 3)
     slots.submit(requests(prompts, 3))
     gaps = [np.abs(c.behaviour_logprobs - trainer_logprobs(params, prompts[t // 3], c, 1.0)) for t, c in run_to_end(slots).items()]
-    assert 1e-4 < np.concatenate(gaps).mean() < 0.1
+    assert least < np.concatenate(gaps).mean() < most
 
 
 @pytest.mark.parametrize(("kv_dtype", "mean_gap"), [("int8", 0.02), ("float8_e4m3fn", 0.1)])

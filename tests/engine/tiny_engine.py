@@ -83,7 +83,8 @@ def make_engine(
 ) -> DecodeEngine:
     mesh = build_mesh(jax.devices()[first_device : first_device + data * tensor], {"data": data, "tensor": tensor})
     config = EngineConfig(**{"num_slots": 4, "max_prompt_tokens": 24, "max_new_tokens": 10, "decode_steps_per_call": 3, **options})
-    return DecodeEngine(LISTED, mesh, config, eos_token_ids=eos_token_ids, seed=seed, kernels=forced_kernels)
+    spec = TransformerSpec.build(CONFIG, is_scanned=False, quantization=config.quantization)
+    return DecodeEngine(spec, mesh, config, eos_token_ids=eos_token_ids, seed=seed, kernels=forced_kernels)
 
 
 def place(engine: DecodeEngine, params: Params) -> Params:

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -6,7 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from llamarl_jax.quantization.fp8 import LARGEST, Mode, QuantizationConfig, fp8_linear, quantize, quantize_layer
+from llamarl_jax.meshes import build_mesh
+from llamarl_jax.models.transformer import UNKNOWN_ID_LOGIT, TransformerSpec
+from llamarl_jax.quantization.fp8 import LARGEST, Mode, QuantizationConfig, fp8_product, quantize, quantize_kernels
+from tests.engine.tiny_engine import CONFIG
 
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
@@ -44,8 +49,8 @@ def test_a_product_is_that_of_the_rounded_factors(mode: Mode, rows, dtype):
     if mode == "w8a8":
         values, row_scale = quantize(x)
         left = np.asarray(values.astype(jnp.float32), np.float64) * np.asarray(row_scale, np.float64)[..., None]
-    result = fp8_linear(x, kernel, scale, mode)
-    assert result.dtype == x.dtype
+    result = fp8_product(x, kernel, scale, mode)
+    assert result.dtype == jnp.float32
     assert result.shape == (rows, 1, 48)
     tolerance = {"float32": 1e-5, "bfloat16": 2e-2}[dtype]
     np.testing.assert_allclose(np.asarray(result, np.float64), left @ wide.T, rtol=tolerance, atol=tolerance * np.abs(wide).max())
@@ -58,11 +63,32 @@ def test_the_table_says_which_kernels_are_float8():
         "mlp": {"down_proj": {"kernel": jnp.ones((4, 8))}},
     }
     config = QuantizationConfig(mode="w8a16", kernels=("qkv_proj", "down_proj"))
-    done = quantize_layer(layer, config)
+    done = quantize_kernels(layer, config)
     assert done["attention"]["qkv_proj"]["kernel"].dtype == jnp.float8_e4m3fn
     assert set(done["attention"]["qkv_proj"]) == {"kernel", "kernel_scale", "bias"}
     assert set(done["attention"]["o_proj"]) == {"kernel"}
     assert done["mlp"]["down_proj"]["kernel_scale"].shape == (4,)
-    assert quantize_layer(layer, QuantizationConfig()) == layer
-    with pytest.raises(ValueError, match=r"quantization.kernels has \['lm_head'\]; only qkv_proj"):
-        QuantizationConfig(mode="w8a8", kernels=("lm_head",))
+    assert quantize_kernels(layer, QuantizationConfig()) == layer
+    with pytest.raises(
+        ValueError, match=r"quantization.kernels has \['embed'\]; only qkv_proj, o_proj, gate_up_proj, down_proj, lm_head can"
+    ):
+        QuantizationConfig(mode="w8a8", kernels=("embed",))
+
+
+def test_an_lm_head_of_its_own_can_be_float8_too():
+    """Ids that the tokenizer does not know keep their logit; all others are those of the rounded head."""
+    quantization = QuantizationConfig(mode="w8a16", kernels=("lm_head",))
+    config = replace(CONFIG, is_tied_embedding=False)
+    spec = TransformerSpec.build(config, is_scanned=False, quantization=quantization)
+    params = spec.init(0, build_mesh(jax.devices()[:1], {"data": 1, "tensor": 1}))
+    head = params["lm_head"]
+    assert head["kernel"].dtype == jnp.float8_e4m3fn
+    hidden = jnp.asarray(np.random.default_rng(0).normal(size=(3, config.hidden_size)), jnp.float32)
+    logits = np.asarray(spec.bind(params).logits(hidden))
+    expected = np.asarray(hidden) @ (np.asarray(head["kernel"], np.float32) * np.asarray(head["kernel_scale"])[:, None]).T
+    known = config.valid_vocab_size
+    np.testing.assert_allclose(logits[:, :known], expected[:, :known], rtol=1e-5, atol=1e-5)
+    assert (logits[:, known:] == UNKNOWN_ID_LOGIT).all()
+    assert "kernel_scale" not in TransformerSpec.build(config, is_scanned=True, quantization=quantization).shapes["lm_head"]
+    with pytest.raises(ValueError, match=r"quantization.kernels has lm_head, but this model's LM head is its embedding"):
+        TransformerSpec.build(CONFIG, is_scanned=False, quantization=quantization)

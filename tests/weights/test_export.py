@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -6,7 +8,7 @@ from jax._src.array import ArrayImpl  # the only place where a transfer through 
 
 from llamarl_jax.meshes import Meshes, build_mesh
 from llamarl_jax.models.transformer import TransformerSpec
-from llamarl_jax.quantization.fp8 import QuantizationConfig
+from llamarl_jax.quantization.fp8 import QuantizationConfig, quantize
 from llamarl_jax.weights.export import WeightExporter, WeightsConfig, checksums, tree_bytes
 from tests.engine.tiny_engine import CONFIG, LISTED, STACKED, random_params, unstack
 
@@ -92,6 +94,22 @@ def test_float8_weights_are_made_on_the_trainer_mesh_from_its_masters(params, tr
     assert exporter.num_bytes == tree_bytes(arrived)
     kernels = CONFIG.num_layers * (48 * 96 + 48 * 48 + 3 * 48 * 96)
     assert half.num_bytes - exporter.num_bytes == kernels - CONFIG.num_layers * 4 * (96 + 48 + 192 + 48)
+
+
+@pytest.mark.parametrize(("trainer", "generator"), [((1, 1, 1), (1, 1)), ((1, 2, 2), (2, 2))])
+def test_an_lm_head_of_its_own_travels_in_float8_if_the_table_says_so(trainer, generator):
+    meshes, config = _meshes(trainer, generator), dataclasses.replace(CONFIG, is_tied_embedding=False)
+    stacked = TransformerSpec.build(config, is_scanned=True)
+    listed = TransformerSpec.build(config, is_scanned=False, quantization=QuantizationConfig(mode="w8a8", kernels=("o_proj", "lm_head")))
+    params = random_params(stacked)
+    exporter = WeightExporter(stacked, listed, meshes, "bfloat16", WeightsConfig())
+    arrived = exporter.send(jax.device_put(params, stacked.shardings(meshes.trainer)))
+    values, scale = jax.device_get(quantize(params["lm_head"]["kernel"]))
+    np.testing.assert_array_equal(arrived["lm_head"]["kernel"], values)
+    np.testing.assert_array_equal(arrived["lm_head"]["kernel_scale"], scale)
+    assert arrived["embed"]["embedding"].dtype == jnp.bfloat16
+    types = {name: linear["kernel"].dtype.name for part in ("attention", "mlp") for name, linear in arrived["layers"][1][part].items()}
+    assert types == {"qkv_proj": "bfloat16", "o_proj": "float8_e4m3fn", "gate_up_proj": "bfloat16", "down_proj": "bfloat16"}
 
 
 def test_the_detector_sees_a_bounce(params, monkeypatch):
