@@ -8,9 +8,11 @@
 * The caches of a slot and of a prompt are counted at their full capacity, and once more by half, because growing them keeps the old ones
   until they are copied. There is a prompt for every n slots, with n = slots_per_prompt.
 * Logits and their exponentials are float32 over the vocabulary for every slot, split like the LM head.
-* A prefill holds the cache of one chunk's prompts.
+* A prefill holds the cache of one chunk's prompts. While it computes, there are also a layer's scores of the chunk's tokens with all that a
+  prompt can have (in float32, and what the softmax makes of them in the decoder's type), or a layer's mlp in both types, whichever is
+  larger; and two float32 hidden states. `tests/aot` compares this with the compiled program.
 
-Dimensions: S slots, V vocabulary.
+Dimensions: S slots, V vocabulary, D model, F mlp, H query heads, T tokens of a chunk, C of the longest prefill.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class MemoryPlan:
     Attributes:
         limit_bytes: what may be used.
         weight_bytes: of all copies.
-        prefill_bytes: of one chunk.
+        prefill_bytes: of one chunk, its cache included.
         slot_bytes: of one slot, without its prompt.
         prompt_bytes: of one prompt's cache.
         slots_per_prompt: as in the config.
@@ -111,11 +113,16 @@ def plan_memory(
     token *= 2 * model.num_layers
     logits_shape = (mesh.shape["data"], model.vocab_size)
     logits = _shard_bytes(logits_shape, "float32", named_sharding(mesh, ("rows", "vocab"), logits_shape))
+    heads = cache_sharding.shard_shape(cache_shape)[1] * model.num_heads // model.num_kv_heads
+    gates_shape = (2 * model.intermediate_size,)
+    gates = named_sharding(mesh, ("gate_up",), gates_shape, axis_units(model)).shard_shape(gates_shape)[0]
+    widest = max(heads * config.prefill_capacity, gates) * (4 + jnp.dtype(config.dtype).itemsize)
+    scratch = config.prefill_chunk_tokens * (widest + 2 * 4 * model.hidden_size)
     limit = device_memory_bytes(mesh) if limit_bytes is None else limit_bytes
     return MemoryPlan(
         limit_bytes=int(limit * MEMORY_SHARE) - reserved_bytes,
         weight_bytes=weights * num_weight_copies,
-        prefill_bytes=token * max(config.prefill_chunk_tokens, config.prefill_capacity),
+        prefill_bytes=token * max(config.prefill_chunk_tokens, config.prefill_capacity) + scratch,
         slot_bytes=int(token * config.own_capacity * CACHE_GROWTH) + logits * LOGIT_COPIES,
         prompt_bytes=int(token * config.prompt_capacity * CACHE_GROWTH),
         slots_per_prompt=config.slots_per_prompt,

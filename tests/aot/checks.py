@@ -6,7 +6,7 @@ from llamarl_jax.aot.buffers import as_large_as
 from llamarl_jax.aot.report import Report
 from llamarl_jax.aot.shapes import leaves
 from llamarl_jax.engine.engine import EngineConfig
-from llamarl_jax.engine.memory import CACHE_GROWTH, LOGIT_COPIES, plan_memory
+from llamarl_jax.engine.memory import CACHE_GROWTH, LOGIT_COPIES, MemoryPlan, plan_memory
 from llamarl_jax.kernels.implementations import Kernels
 from llamarl_jax.meshes import build_mesh
 from llamarl_jax.models.config import ModelConfig
@@ -58,12 +58,18 @@ def check_collectives(report: Report, model: ModelConfig, num_slots: int) -> Non
     assert {key: (t.count, t.num_bytes) for key, t in report.traffic_per_step.items()} == expected, report.describe()
 
 
-def check_memory_is_as_planned(report: Report, model: ModelConfig, engine: EngineConfig) -> None:
-    """The plan counts half a cache more, for growing it, and three times the logits; the step needs neither, but one set of logits."""
+def memory_plan(report: Report, model: ModelConfig, engine: EngineConfig) -> MemoryPlan:
+    """Returns what is planned for the report's card and mesh."""
     data, tensor = report.mesh_shape["data"], report.mesh_shape["tensor"]
     spec = TransformerSpec.build(model, is_scanned=False, quantization=engine.quantization)
     mesh = build_mesh((jax.devices() * (data * tensor))[: data * tensor], {"data": data, "tensor": tensor})
-    plan = plan_memory(spec, mesh, engine, num_weight_copies=1, limit_bytes=report.card_bytes)
+    return plan_memory(spec, mesh, engine, num_weight_copies=1, limit_bytes=report.card_bytes)
+
+
+def check_memory_is_as_planned(report: Report, model: ModelConfig, engine: EngineConfig) -> None:
+    """The plan counts half a cache more, for growing it, and three times the logits; the step needs neither, but one set of logits."""
+    data, tensor = report.mesh_shape["data"], report.mesh_shape["tensor"]
+    plan = memory_plan(report, model, engine)
     assert isinstance(engine.num_slots, int)
     logits = 4 * model.vocab_size // tensor
     slots = engine.num_slots // data

@@ -164,6 +164,19 @@ def test_truncated_sampling_gathers_no_logits_either():
     assert max(c.num_bytes for c in gathers) == 64 * 8 * 8
 
 
+@pytest.mark.parametrize("tensor", [1, 8])
+@pytest.mark.parametrize(
+    ("mode", "dtype", "capacity", "least"),
+    [("w8a8", "bfloat16", 512, 0.6), ("w8a8", "bfloat16", 2048, 0.7), ("none", "bfloat16", 2048, 0.7), ("none", "float32", 2048, 0.7)],
+)
+def test_memory_of_a_prefill_is_as_planned(mode, dtype, capacity, least, tensor):
+    """The longest prompt's last chunk, with its cache. Short prompts' scores are smaller than the mlp, not all of which is there at once."""
+    engine = engine_config(mode, max_prompt_tokens=capacity // 2, max_new_tokens=capacity // 2, dtype=dtype)
+    report = compile_prefill(SHALLOW, engine, num_rows=1, bucket=capacity, tensor=tensor)
+    planned = checks.memory_plan(report, SHALLOW, engine).prefill_bytes
+    assert least * planned < report.memory.outputs + report.memory.temporaries <= planned
+
+
 def test_an_h200_gets_the_program_of_an_h100():
     small, large = shallow(), shallow(target=H200)
     assert small.memory == large.memory

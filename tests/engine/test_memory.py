@@ -26,7 +26,8 @@ def test_a_plan_worked_out_by_hand():
     token = 2 * 2 * 2 * 12 * 4  # keys and values, two layers, two heads of 12
     assert plan.slot_bytes == 1.5 * 32 * token + 3 * 4 * 300  # 24 tokens in multiples of 16
     assert plan.prompt_bytes == 1.5 * 48 * token
-    assert plan.prefill_bytes == 128 * token
+    scores, gates = 4 * 64, 2 * 96  # four heads of up to 64 tokens; in float32 and what the softmax, or the mlp, makes of them
+    assert plan.prefill_bytes == 128 * (token + max(scores, gates) * (4 + 4) + 2 * 4 * 48)
     assert plan.limit_bytes == 10_000_000 * MEMORY_SHARE
     free = plan.limit_bytes - plan.weight_bytes - plan.prefill_bytes
     assert plan.most_slots == free // (plan.slot_bytes + plan.prompt_bytes)
@@ -47,9 +48,12 @@ def test_tensor_splits_weights_and_heads_data_only_slots():
     alone = plan_memory(LISTED, _mesh(1, 1), ENGINE, num_weight_copies=1, limit_bytes=10_000_000)
     split = plan_memory(LISTED, _mesh(2, 2), ENGINE, num_weight_copies=1, limit_bytes=10_000_000)
     assert split.weight_bytes == 4 * (300 * 48 + 2 * LAYER) // 2 + 4 * NORMS
-    assert split.prefill_bytes == alone.prefill_bytes // 2
+    hidden = 128 * 2 * 4 * 48  # which every device has whole
+    assert split.prefill_bytes - hidden == (alone.prefill_bytes - hidden) // 2
     assert split.slot_bytes == alone.slot_bytes // 2  # one of two heads, half of the vocabulary
     assert split.most_slots % 2 == 0
+    short = plan_memory(LISTED, _mesh(1, 2), dataclasses.replace(ENGINE, max_prompt_tokens=16, max_new_tokens=16), num_weight_copies=1)
+    assert short.prefill_bytes == 128 * (2 * 2 * 12 * 4 + 96 * 8 + 2 * 4 * 48)  # the mlp needs more than the scores
     half = plan_memory(LISTED, _mesh(1, 1), dataclasses.replace(ENGINE, dtype="bfloat16"), num_weight_copies=1, limit_bytes=10_000_000)
     assert half.weight_bytes == 2 * (300 * 48 + 2 * LAYER) + 4 * NORMS
     spec = TransformerSpec.build(CONFIG, is_scanned=False, quantization=QuantizationConfig(mode="w8a8"))
