@@ -45,7 +45,8 @@ class GeneratorConfig:
     """Only 0 (off), see top_k."""
     kv_after_update: Literal["keep", "recompute"] = "keep"
     """What becomes of the KV cache of running completions when new weights are swapped in (mode `in_flight` and partial rollouts): kept,
-    as computed by the old weights, or computed again, which costs a prefill of all that is running."""
+    as computed by the old weights, or computed again, which costs a prefill of all that is running,
+    during which none of it goes on."""
     completion_deadline_s: float | None = None
     """Seconds after which a completion is cut off as it is; it is trained on and counted as truncated. A run is then not reproducible."""
 

@@ -170,7 +170,7 @@ def test_truncated_sampling_gathers_no_logits_either():
     [("w8a8", "bfloat16", 512, 0.6), ("w8a8", "bfloat16", 2048, 0.7), ("none", "bfloat16", 2048, 0.7), ("none", "float32", 2048, 0.7)],
 )
 def test_memory_of_a_prefill_is_as_planned(mode, dtype, capacity, least, tensor):
-    """The longest prompt's last chunk, with its cache. Short prompts' scores are smaller than the mlp, not all of which is there at once."""
+    """The longest prompt's last chunk, with its cache. The mlp, which short prompts need more for, is not there as a whole."""
     engine = engine_config(mode, max_prompt_tokens=capacity // 2, max_new_tokens=capacity // 2, dtype=dtype)
     report = compile_prefill(SHALLOW, engine, num_rows=1, bucket=capacity, tensor=tensor)
     planned = checks.memory_plan(report, SHALLOW, engine).prefill_bytes
