@@ -106,20 +106,8 @@ VARIANTS = [
 ]
 
 
-def _assert_rounded_within(distance, least, most):
-    assert least < distance.logprob_abs_mean < distance.logprob_abs_max < 5 * most
-    assert distance.logprob_abs_mean < most
-    assert 0 < distance.kl < most
-    assert 1 - most < distance.effective_sample_size < 1
-
-
-@pytest.mark.parametrize(("mode", "cache_dtype", "dtype", "least", "most"), VARIANTS)
-def test_rounding_gives_a_distance_and_a_bounded_one(policy, masters, trainer, mode, cache_dtype, dtype, least, most):
-    _assert_rounded_within(_distance(policy, masters, trainer, mode, cache_dtype, dtype), least, most)
-
-
 @pytest.fixture(scope="module")
-def trained(policy, masters, tmp_path_factory):
+def trained(policy, tmp_path_factory):
     """The masters after eight optimizer steps and syncs of a run with a float8 decoder."""
     config = tiny_config(
         tmp_path_factory.mktemp("runs"),
@@ -132,17 +120,29 @@ def trained(policy, masters, tmp_path_factory):
     return open_policy(str(summary.model_dir)).load_params(build_meshes(PLACEMENT).trainer)
 
 
+@pytest.fixture(scope="module")
+def later(policy, trainer, trained):
+    """The trainer of then, on the same tokens."""
+    return Trainer(policy.stacked, trained, trainer.batch)
+
+
 @pytest.mark.parametrize(("mode", "cache_dtype", "dtype", "least", "most"), VARIANTS)
-def test_the_same_tokens_are_no_further_off_after_several_steps_and_syncs(
-    policy, masters, trainer, trained, mode, cache_dtype, dtype, least, most
+def test_rounding_gives_a_bounded_distance_at_the_start_and_after_several_steps_and_syncs(
+    policy, masters, trainer, trained, later, mode, cache_dtype, dtype, least, most
 ):
-    """The bounds of the start still hold, and the weights have moved by more than rounding takes from them."""
     before = _distance(policy, masters, trainer, mode, cache_dtype, dtype)
-    after = _distance(policy, trained, Trainer(policy.stacked, trained, trainer.batch), mode, cache_dtype, dtype)
-    _assert_rounded_within(after, least, most)
+    after = _distance(policy, trained, later, mode, cache_dtype, dtype)
+    for distance in (before, after):
+        assert least < distance.logprob_abs_mean < distance.logprob_abs_max < 5 * most
+        assert distance.logprob_abs_mean < most
+        assert 0 < distance.kl < most
+        assert 1 - most < distance.effective_sample_size < 1
     assert after.logprob_abs_mean < 2 * before.logprob_abs_mean
+
+
+def test_these_steps_move_the_weights_by_more_than_rounding_does(policy, masters, trainer, trained):
     moved = trainer.distance_to(*_exported(policy, trained), "float32", "float32")
-    assert moved.logprob_abs_mean > before.logprob_abs_mean
+    assert moved.logprob_abs_mean > _distance(policy, masters, trainer, "w8a8").logprob_abs_mean
 
 
 @pytest.mark.parametrize(("mode", "kv_dtype"), [("w8a8", "same"), ("none", "int8"), ("none", "float8_e4m3fn")])

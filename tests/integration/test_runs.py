@@ -139,6 +139,11 @@ def test_trainer_and_decoder_agree_after_several_steps_and_syncs(tmp_path, tempe
     assert any(row["trainer/grad_norm"] > 0 for row in rows[:-1])  # the last rows really are of other weights
 
 
+@pytest.fixture(scope="module")
+def on_one_device_each(tmp_path_factory):
+    return run(tiny_config(tmp_path_factory.mktemp("runs"), schedule={"max_staleness": 0, "num_steps": 2}))
+
+
 @pytest.mark.parametrize(
     "placement",
     [
@@ -149,12 +154,11 @@ def test_trainer_and_decoder_agree_after_several_steps_and_syncs(tmp_path, tempe
     ],
     ids=["one shared device", "2x2x1 + 2x2", "1x2x2 + 4x1", "4 shared devices"],
 )
-def test_every_placement_learns_the_same(tmp_path, placement):
+def test_every_placement_learns_the_same(tmp_path, on_one_device_each, placement):
     """Other meshes change rounding only: the first steps' rewards and gradients agree."""
-    reference = run(tiny_config(tmp_path / "a", schedule={"max_staleness": 0, "num_steps": 2}))
-    other = run(tiny_config(tmp_path / "b", schedule={"max_staleness": 0, "num_steps": 2}, placement=placement))
-    assert other.rows[0]["reward/mean_trained"] == reference.rows[0]["reward/mean_trained"]
-    assert other.rows[0]["trainer/grad_norm"] == pytest.approx(reference.rows[0]["trainer/grad_norm"], rel=1e-4)
+    other = run(tiny_config(tmp_path, schedule={"max_staleness": 0, "num_steps": 2}, placement=placement))
+    assert other.rows[0]["reward/mean_trained"] == on_one_device_each.rows[0]["reward/mean_trained"]
+    assert other.rows[0]["trainer/grad_norm"] == pytest.approx(on_one_device_each.rows[0]["trainer/grad_norm"], rel=1e-4)
     assert other.rows[1]["mismatch/logprob_abs_max"] < 1e-5
 
 
