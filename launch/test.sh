@@ -62,7 +62,7 @@ else
   rm -rf build/coverage
   check "pytest" coverage run -m pytest -n "$processes" --dist worksteal -m "not gpu and not multihost and not aot"
   check "coverage: every raise is executed by a test" list_unexecuted_raises
-  PYTHONPATH="$PLUGIN" check "pytest: programs for NVIDIA GPUs" python -m pytest -n "$processes" --dist loadgroup -m "aot and not aot_large" tests/aot
+  PYTHONPATH="$PLUGIN" check "pytest: programs for NVIDIA GPUs" python -m pytest -n "$processes" --dist worksteal -m "aot and not aot_large" tests/aot
 fi
 
 if [ "${#failed[@]}" -gt 0 ]; then

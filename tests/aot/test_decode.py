@@ -16,12 +16,8 @@ from tests.aot.engines import MODEL, SHALLOW, engine_config
 pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("gpu_compiler")]
 
 
-VARIANTS = {"TP1": (1, 1, 1), "TP8": (1, 8, 1), "data2 TP4": (2, 4, 1), "data2 TP4 shared prompts": (2, 4, 4)}
-
-
-# The group keeps the tests of a variant in one process of pytest-xdist (--dist loadgroup), so that it is compiled once.
 @pytest.fixture(
-    scope="module", params=[pytest.param(shape, id=name, marks=pytest.mark.xdist_group(name)) for name, shape in VARIANTS.items()]
+    scope="module", params=[(1, 1, 1), (1, 8, 1), (2, 4, 1), (2, 4, 4)], ids=["TP1", "TP8", "data2 TP4", "data2 TP4 shared prompts"]
 )
 def variant(request) -> tuple[int, int, EngineConfig]:
     data, tensor, slots_per_prompt = request.param
