@@ -75,7 +75,7 @@ def _assert_close(first, second, rtol: float = 2e-5) -> None:
         assert np.linalg.norm(a - b) <= rtol * np.linalg.norm(a) + 1e-7
 
 
-@pytest.mark.parametrize(("normalisation", "splits"), [("token_mean", (1, 4)), ("sequence_mean", (2,)), ("constant", (2,))])
+@pytest.mark.parametrize(("normalisation", "splits"), [("token_mean", (1, 2, 4)), ("sequence_mean", (1, 2, 4)), ("constant", (2,))])
 def test_any_split_into_microbatches_any_order_and_packing_give_the_same_gradient(params, normalisation, splits):
     whole = _sums(_step(normalisation=normalisation), params)
     assert float(np.abs(whole.grads["embed"]["embedding"]).max()) > 1e-4

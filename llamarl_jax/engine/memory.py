@@ -12,7 +12,7 @@
   prompt can have (in float32, and what the softmax makes of them in the decoder's type), or a layer's mlp in both types, whichever is
   larger; and two float32 hidden states. `tests/aot` compares this with the compiled program.
 
-Dimensions: S slots, V vocabulary, D model, F mlp, H query heads, T tokens of a chunk, C of the longest prefill.
+Dimensions: S slots, V vocabulary.
 """
 
 from __future__ import annotations

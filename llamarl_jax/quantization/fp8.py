@@ -23,7 +23,8 @@ from jaxtyping import Array, Float
 from llamarl_jax.quantization.row_product import row_product
 
 Mode = Literal["none", "w8a16", "w8a8"]
-KERNELS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head")
+LAYER_KERNELS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+KERNELS = (*LAYER_KERNELS, "lm_head")
 """What can be quantised."""
 DTYPE = jnp.float8_e4m3fn
 LARGEST = 448.0
@@ -37,9 +38,9 @@ class QuantizationConfig:
 
     mode: Mode = "none"
     """`none`; `w8a16`: weights only; `w8a8`: weights and, token by token, the activations they are multiplied with."""
-    kernels: tuple[str, ...] = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-    """Kernels that are quantised. `lm_head` can be added for a model whose head is not its embedding. Embeddings and norms never are: they
-    are a small part of what a step reads, and an error in them is one in every token."""
+    kernels: tuple[str, ...] = LAYER_KERNELS
+    """Kernels that are quantised. `lm_head` can be added for a model whose head is not its embedding. Embeddings and norms never are:
+    a small error in them is one in every token."""
 
     def __post_init__(self) -> None:
         if unknown := sorted(set(self.kernels) - set(KERNELS)):

@@ -66,7 +66,7 @@ class WeightExporter:
         self._export_mesh = build_mesh(list(meshes.trainer.devices.flat), {"data": meshes.trainer.size // num_slices, "tensor": num_slices})
         flight_mesh = _flight_mesh(meshes.generator, num_slices)
         self._export_shardings = generator.shardings(self._export_mesh)
-        self._on_trainer = generator.shardings(meshes.trainer)
+        self._layer_on_trainer = generator.shardings(meshes.trainer)["layers"][0]
         self._flight_shardings = generator.shardings(flight_mesh)
         self._final_shardings = generator.shardings(meshes.generator)
         self._land = None
@@ -118,13 +118,11 @@ class WeightExporter:
         fused = [fuse_layer(jax.tree.map(lambda x, i=i: x[i], part), config) for i in range(num_layers)]
         cast = [self._cast(quantize_kernels(layer, quantization)) for layer in fused]
         # Pinned to where the masters are, or XLA moves float32 between the devices and rounds it off on arrival.
-        return [jax.lax.with_sharding_constraint(layer, self._on_trainer["layers"][0]) for layer in cast]
+        return [jax.lax.with_sharding_constraint(layer, self._layer_on_trainer) for layer in cast]
 
     def _cast_rest(self, rest: Params) -> Params:
-        cast = self._cast(quantize_kernels(rest, self._generator.quantization))
-        pinned = jax.lax.with_sharding_constraint(cast, _matching(cast, self._on_trainer))
         # A copy even where the dtype is right: jit would hand out its own argument, which the next training step donates.
-        return jax.tree.map(jnp.copy, pinned)
+        return jax.tree.map(jnp.copy, self._cast(quantize_kernels(rest, self._generator.quantization)))
 
     def _cast(self, params: Params) -> Params:
         return jax.tree_util.tree_map_with_path(lambda path, x: x.astype(decoder_dtype(path, x, self._dtype)), params)
