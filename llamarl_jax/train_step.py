@@ -170,10 +170,11 @@ class TrainStep:
         self._dtype = jnp.dtype(config.compute_dtype)
         self.state_shardings = self._state_shardings()
         self.batch_sharding = named_sharding(mesh, ("rows", None), (config.rows_per_microbatch, 1))
-        grads = self.state_shardings.params
         self._init_opt = jax.jit(self._optimizer.init, out_shardings=self.state_shardings.opt_state)
-        self._first = jax.jit(self._gradient, out_shardings=StepSums(grads, replicated(mesh), replicated(mesh)))  # pyright: ignore
-        self._add = jax.jit(self._add_gradient, donate_argnums=(0,), out_shardings=StepSums(grads, replicated(mesh), replicated(mesh)))  # pyright: ignore
+        # Adding is a program of its own: inside the gradient's, the gradient would be compiled twice, with and without sums to add to.
+        sums = StepSums(self.state_shardings.params, replicated(mesh), replicated(mesh))  # pyright: ignore[reportArgumentType]
+        self._gradient = jax.jit(self._microbatch_sums, out_shardings=sums)
+        self._add = jax.jit(_add_sums, donate_argnums=(0,), out_shardings=sums)
         self._update = jax.jit(self._apply, donate_argnums=(0,), out_shardings=(self.state_shardings, replicated(mesh)))
 
     def init_state(self, params: Params) -> TrainState:
@@ -201,9 +202,8 @@ class TrainStep:
             reference: parameters of the reference policy, where the KL term is on.
         """
         with jax.set_mesh(self.mesh):
-            if sums is None:
-                return self._first(params, microbatch, np.float32(denominator), reference)
-            return self._add(sums, params, microbatch, np.float32(denominator), reference)
+            new = self._gradient(params, microbatch, np.float32(denominator), reference)
+            return new if sums is None else self._add(sums, new)
 
     def update(self, state: TrainState, sums: StepSums) -> tuple[TrainState, dict[str, Array]]:
         """Commits one optimizer step; returns the new state and device scalars (summed and maximal metrics included)."""
@@ -262,19 +262,9 @@ class TrainStep:
             metrics |= part.metrics
         return sum(part.loss_sum for part in parts) / denominator, metrics
 
-    def _gradient(self, params: Params, batch: TrajectoryBatch, denominator: Float[Array, ""], reference: Params | None) -> StepSums:
+    def _microbatch_sums(self, params: Params, batch: TrajectoryBatch, denominator: Float[Array, ""], reference: Params | None) -> StepSums:
         (loss, metrics), grads = jax.value_and_grad(self._loss, has_aux=True)(params, batch, denominator, reference)
         return StepSums(grads, loss, metrics)
-
-    def _add_gradient(
-        self, sums: StepSums, params: Params, batch: TrajectoryBatch, denominator: Float[Array, ""], reference: Params | None
-    ) -> StepSums:
-        new = self._gradient(params, batch, denominator, reference)
-        metrics = {
-            name: jnp.maximum(value, new.metrics[name]) if name.startswith("max/") else value + new.metrics[name]
-            for name, value in sums.metrics.items()
-        }
-        return StepSums(jax.tree.map(jnp.add, sums.grads, new.grads), sums.loss + new.loss, metrics)
 
     def _apply(self, state: TrainState, sums: StepSums) -> tuple[TrainState, dict[str, Array]]:
         grad_norm = optax.tree.norm(sums.grads)
@@ -293,3 +283,11 @@ class TrainStep:
             "is_skipped": 1.0 - is_finite,
         }
         return TrainState(params, opt_state, state.step + 1), metrics
+
+
+def _add_sums(sums: StepSums, new: StepSums) -> StepSums:
+    metrics = {
+        name: jnp.maximum(value, new.metrics[name]) if name.startswith("max/") else value + new.metrics[name]
+        for name, value in sums.metrics.items()
+    }
+    return StepSums(jax.tree.map(jnp.add, sums.grads, new.grads), sums.loss + new.loss, metrics)

@@ -208,7 +208,7 @@ def test_one_program_serves_any_number_of_microbatches(params):
     step = _new_step(rows_per_microbatch=2)
     for num_groups in (2, 3, 4):
         _sums(step, params, _groups(tuple(range(num_groups))))
-    assert step._first._cache_size() == step._add._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue]
+    assert step._gradient._cache_size() == step._add._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_the_abstract_state_matches_the_real_one(params):
