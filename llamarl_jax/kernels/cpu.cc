@@ -46,6 +46,7 @@ constexpr int kMaxTileRows = 4;
 constexpr int64_t kTaskOutputs = 48;
 constexpr int64_t kBlockInputs = 768;     // inputs of 64 rows that are read again for each tile of outputs stay in the second-level cache
 constexpr int kPackedVecs = 2;
+constexpr int64_t kStreams = 4;           // rows of weights that a single row of x is multiplied with at once
 constexpr int64_t kLeastPackedRows = std::max(8, kLanes);
 constexpr int kLine = 16;                 // numbers in a cache line
 constexpr int64_t kBlockRows = 64;  // rows of x that are read again and again, so they should stay in the second-level cache
@@ -422,8 +423,28 @@ void for_outputs(ffi::ThreadPool& pool, int64_t outputs, const Prepare& prepare,
   });
 }
 
+// y[o] = Σ_i x[i] · w[o, i] for one row, in the order of `tile`. The weights are read as kStreams streams, each from one row right on to the
+// next, which processors fetch ahead by themselves; the short rows of a tile begin a stream anew each time, and take 1.2 to 1.5 times as long.
+void one_row(const float* x, const float* w, float* y, int64_t in, int64_t outputs) {
+  const int64_t each = outputs / kStreams;
+  for (int64_t o = 0; o < each; ++o) {
+    const float* weights = w + o * in;
+    Vec sums[kStreams] = {};
+    for (int64_t i = 0; i < in; i += kLanes) {
+      const Vec value = load(x + i);
+#pragma GCC unroll 4
+      for (int64_t s = 0; s < kStreams; ++s) sums[s] = multiply_add(value, load(weights + s * each * in + i), sums[s]);
+    }
+#pragma GCC unroll 4
+    for (int64_t s = 0; s < kStreams; ++s) y[s * each + o] = sum_lanes(sums[s]);
+  }
+  for (int64_t o = each * kStreams; o < outputs; ++o) tile<1, 1, 0>(x, w + o * in, y + o, in, 0, nullptr);
+}
+
 void linear_by_dots(ffi::ThreadPool& pool, const float* x, const float* w, float* y, int64_t rows, int64_t in, int64_t outputs) {
-  for_outputs(pool, outputs, [] {}, [&](int64_t o, int64_t n) { product(x, w + o * in, y + o, rows, in, n, outputs); });
+  for_outputs(pool, outputs, [] {}, [&](int64_t o, int64_t n) {
+    rows == 1 ? one_row(x, w + o * in, y + o, in, n) : product(x, w + o * in, y + o, rows, in, n, outputs);
+  });
 }
 
 // Room for the packed rows of a block, at the start of a cache line. A function, so that each thread makes its own at first use.
