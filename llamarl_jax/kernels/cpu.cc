@@ -34,13 +34,13 @@ namespace {
 
 // The tile's sums, its weights and one value of x fill the vector registers: 32 of AVX-512 and ARM, 16 of AVX2 and SSE.
 #if defined(__AVX512F__)
-constexpr int kLanes = 16, kTileRows = 4, kTileOutputs = 6, kPackedOutputs = 12;
+constexpr int kLanes = 16, kTileRows = 4, kTileOutputs = 6, kPackedOutputs = 12, kOneVecOutputs = 6;
 #elif defined(__AVX__)
-constexpr int kLanes = 8, kTileRows = 2, kTileOutputs = 6, kPackedOutputs = 6;
+constexpr int kLanes = 8, kTileRows = 2, kTileOutputs = 6, kPackedOutputs = 6, kOneVecOutputs = 12;
 #elif defined(__ARM_NEON)
-constexpr int kLanes = 4, kTileRows = 4, kTileOutputs = 6, kPackedOutputs = 12;
+constexpr int kLanes = 4, kTileRows = 4, kTileOutputs = 6, kPackedOutputs = 12, kOneVecOutputs = 12;
 #else
-constexpr int kLanes = 4, kTileRows = 2, kTileOutputs = 4, kPackedOutputs = 6;
+constexpr int kLanes = 4, kTileRows = 2, kTileOutputs = 4, kPackedOutputs = 6, kOneVecOutputs = 12;
 #endif
 constexpr int kMaxTileRows = 4;
 constexpr int64_t kTaskOutputs = 48;
@@ -182,10 +182,12 @@ template <int P> void product_ahead(const float* x, const float* w, float* y, in
     const float* rest = x + r * in;
     float* out = y + r * stride + o;
     static_assert(kTileRows <= kMaxTileRows);
+    const auto last = [&](auto outputs) { outputs(rest, weights, out, in, n, stride, ahead); };
+    const bool is_all = r == 0;
     switch (rows - r) {
-      case 3: tile_outputs<3>(rest, weights, out, in, n, stride, ahead); break;
-      case 2: tile_outputs<2>(rest, weights, out, in, n, stride, ahead); break;
-      case 1: tile_outputs<1>(rest, weights, out, in, n, stride, ahead); break;
+      case 3: is_all ? last(tile_outputs<3, kTileOutputs>) : last(tile_outputs<3>); break;
+      case 2: is_all ? last(tile_outputs<2, kTileOutputs>) : last(tile_outputs<2>); break;
+      case 1: is_all ? last(tile_outputs<1, kTileOutputs>) : last(tile_outputs<1>); break;
       default: break;
     }
   }
@@ -460,7 +462,7 @@ void linear_by_rows(ffi::ThreadPool& pool, const float* x, const float* w, float
     const bool is_one = rows <= kLanes;
     const auto prepare = [&] { pack(x + r * in, packed_rows(in), rows, in, is_one ? 1 : kPackedVecs); };
     for_outputs(pool, outputs, prepare, [&](int64_t o, int64_t n) {
-      const auto block = is_one ? packed_product<1, 12> : packed_product<kPackedVecs, kPackedOutputs>;
+      const auto block = is_one ? packed_product<1, kOneVecOutputs> : packed_product<kPackedVecs, kPackedOutputs>;
       block(packed_rows(in), w + o * in, y + r * outputs + o, rows, in, n, outputs);
     });
   }
