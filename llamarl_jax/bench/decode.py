@@ -4,7 +4,8 @@ The work goes through the same scheduler and engine as in training: B completion
 completion has the same length and every step the same shape. A first run compiles everything and is not counted.
 
 With peers, each runs in a process and a virtual environment of its own and is given the same ids; runs alternate (ours, then each peer,
-then ours again), so that a machine that slows down slows all of them down.
+then ours again), so that a machine that slows down slows all of them down. For the same reason the hardware is measured right before and
+right after each run of ours, and that run is compared with the better of the two.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from rich.console import Console
 
 from llamarl_jax.bench.decode_cost import StepCost, step_cost
 from llamarl_jax.bench.disturbance import undisturbed
-from llamarl_jax.bench.limits import DeviceLimits, measure_limits
+from llamarl_jax.bench.limits import measure_limits
 from llamarl_jax.bench.machine import hardware, load_average, versions
 from llamarl_jax.bench.op_profile import profile_ops
 from llamarl_jax.bench.options import DecodeOptions
@@ -109,7 +110,7 @@ def bench_decode(options: DecodeOptions, console: Console | None = None) -> Path
         ValueError: peers are wanted for a model that has no folder, or kernels that this machine cannot have.
     """
     console = console or Console()
-    console.print(f"loading {options.model}, measuring the hardware", highlight=False)
+    console.print(f"loading {options.model}", highlight=False)
     load_before, started = load_average(), datetime.datetime.now(datetime.UTC)
     workload = open_workload(options)
     kernels = choose_kernels(EngineConfig(dtype=options.dtype, kernels=options.kernels), workload.mesh, workload.config)
@@ -124,7 +125,6 @@ def bench_decode(options: DecodeOptions, console: Console | None = None) -> Path
         hardware=hardware(),
         versions=versions(),
         load_average=load_before,
-        limits=_limits(options, console),
     )
     path = report_path(report)
     with contextlib.ExitStack() as stack:
@@ -136,7 +136,6 @@ def bench_decode(options: DecodeOptions, console: Console | None = None) -> Path
             profile = _profile(ours, workload, batch, options, console) if options.profile else []
             report.add(batch, _cost(workload, batch, options), rows, profile, left_out)
             save_report(report, path)  # after each batch, so that an interrupted run keeps what it has
-    report.limits = report.limits.best(_limits(options, console))
     print_report(report, console)
     save_report(report, path)
     return path
@@ -161,13 +160,15 @@ def _measure_batch(
                 continue
             console.print(f"batch {batch}, {f'run {repeat}' if repeat else 'warm-up'}: {runner.name}", highlight=False)
             try:
-                sample = _timed(runner, prompts, options, console) if repeat else runner.run(prompts, options.new_tokens)
+                if not repeat:
+                    runner.run(prompts, options.new_tokens)
+                    continue
+                sample = (_beside_limits if runner is ours else _timed)(runner, prompts, options, console)
             except PeerError as error:
                 left_out[runner.name] = f"batch {batch}: {error}"
                 continue
-            if repeat:
-                samples.setdefault(runner.name, []).append(sample)
-                console.print(f"  {sample.decode_tokens_per_s:,.1f} tokens/s", highlight=False)
+            samples.setdefault(runner.name, []).append(sample)
+            console.print(f"  {sample.decode_tokens_per_s:,.1f} tokens/s", highlight=False)
     expected = samples[OURS][0].token_ids
     return [
         Row(runner=name, batch=batch, samples=tuple(taken), agreement=agreement(expected, taken[0].token_ids))
@@ -184,9 +185,11 @@ def _timed(runner: Runner, prompts: TokenIds, options: DecodeOptions, console: C
     return dataclasses.replace(sample, disturbance=disturbance)
 
 
-def _limits(options: DecodeOptions, console: Console) -> DeviceLimits:
-    measure = partial(measure_limits, options.dtype, options.limits_mib << 20)
-    return undisturbed(measure, [os.getpid()], options.max_disturbance, partial(console.print, highlight=False))[0]
+def _beside_limits(runner: Runner, prompts: TokenIds, options: DecodeOptions, console: Console) -> Sample:
+    """Returns such a run with the higher rates of two measurements of the hardware, right before and right after it."""
+    before = measure_limits(options.dtype, options.limits_mib << 20)
+    sample = _timed(runner, prompts, options, console)
+    return dataclasses.replace(sample, limits=before.best(measure_limits(options.dtype, options.limits_mib << 20)))
 
 
 def _prompts(workload: Workload, batch: int, options: DecodeOptions) -> TokenIds:

@@ -2,6 +2,8 @@
 
 Bandwidth is that of reading, since a decode step reads its weights and writes next to nothing. No single program reads fastest on every
 backend, so several are timed and the fastest counts: sums over either axis and a matrix-vector product. The plain copy is reported too.
+
+On a shared machine these rates change by the minute, so a run is compared with what was measured right before and after it.
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ NUM_TRIES = 5
 SLOW_S = 0.5
 """Matmul sizes grow until one takes this long."""
 SIZES = (512, 1024, 2048, 4096, 8192, 16384)
+
+_product, _copy = jax.jit(jnp.matmul), jax.jit(lambda x: x + 1)
+_sums = [jax.jit(partial(jnp.sum, axis=axis)) for axis in (0, 1)]
 
 
 @dataclass(frozen=True)
@@ -52,20 +57,17 @@ def _bandwidths(num_bytes: int) -> tuple[float, float]:
     """Returns the rates of reading and of copying float32 numbers, in bytes per second."""
     columns = 4096
     array, vector = jnp.ones((max(1, num_bytes // (4 * columns)), columns)), jnp.ones(columns)
-    sum_columns, sum_rows = jax.jit(partial(jnp.sum, axis=0)), jax.jit(partial(jnp.sum, axis=1))
-    product, copy = jax.jit(jnp.matmul), jax.jit(lambda x: x + 1)
-    read_s = min(map(_best_time, [lambda: sum_columns(array), lambda: sum_rows(array), lambda: product(array, vector)]))
-    return array.nbytes / read_s, 2 * array.nbytes / _best_time(lambda: copy(array))
+    reads = [*(partial(total, array) for total in _sums), partial(_product, array, vector)]
+    return array.nbytes / min(map(_best_time, reads)), 2 * array.nbytes / _best_time(partial(_copy, array))
 
 
 def _matmul_peak(dtype: Any, num_bytes: int) -> float:
     best = 0.0
-    product = jax.jit(jnp.matmul)
     for size in SIZES:
         if 3 * size * size * dtype.itemsize > num_bytes and best:
             break
         x = jnp.ones((size, size), dtype)
-        seconds = _best_time(lambda x=x: product(x, x))
+        seconds = _best_time(partial(_product, x, x))
         best = max(best, 2 * size**3 / seconds)
         if seconds > SLOW_S:
             break

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import json
+import statistics
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,7 +43,6 @@ class DecodeReport:
     hardware: dict[str, Any]
     versions: dict[str, str]
     load_average: float | None
-    limits: DeviceLimits
     costs: dict[int, StepCost] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
@@ -54,11 +55,22 @@ class DecodeReport:
         if profile:
             self.profiles[batch] = profile
 
+    @property
+    def limits(self) -> DeviceLimits:
+        """The highest rates that were measured beside any run."""
+        return functools.reduce(DeviceLimits.best, (sample.limits for row in self.rows for sample in row.samples if sample.limits))
+
     def limit_share(self, row: Row) -> float | None:
-        """Returns the least time of a step / the measured one; None for peers, whose cache or weights may have another type."""
-        if row.runner != OURS:
-            return None
-        return self.costs[row.batch].limit_s(self.limits.read_bytes_per_s, self.limits.matmul_flops_per_s) / row.median("step_s")
+        """Returns the least time of a step at the rates measured beside a run over that run's, as the median of the runs.
+
+        None for peers, whose cache or weights may have another type.
+        """
+        shares = [
+            self.costs[row.batch].limit_s(sample.limits.read_bytes_per_s, sample.limits.matmul_flops_per_s) / sample.step_s
+            for sample in row.samples
+            if sample.limits
+        ]
+        return statistics.median(shares) if shares else None
 
     def ratio(self, row: Row) -> float | None:
         """Returns our decode rate over this row's at the same batch; None where ours is missing."""
@@ -68,13 +80,12 @@ class DecodeReport:
 
 def print_report(report: DecodeReport, console: Console) -> None:
     """Prints the limits, the table, what was left out, and the profiles."""
-    machine, limits = report.hardware, report.limits
+    machine = report.hardware
     console.print(
         f"\n{report.model} ({report.origin}), {_types(report.options)}, {report.options.kernels} kernels, "
         f"{report.options.prompt_tokens} + {report.options.new_tokens} tokens{_sharing(report.options)}{_ahead(report.options)}",
         f"{machine['gpu'] or machine['cpu']}, {machine['cores']} cores; load average before: {report.load_average}",
-        f"limits: reads {limits.read_bytes_per_s / 1e9:,.1f} GB/s, copies {limits.copy_bytes_per_s / 1e9:,.1f} GB/s, "
-        f"matmul {limits.matmul_flops_per_s / 1e9:,.0f} GFLOP/s",
+        _rates(report.limits),
         sep="\n",
         highlight=False,
         soft_wrap=True,
@@ -152,7 +163,13 @@ def as_plain(report: DecodeReport) -> dict[str, Any]:
 def _plain_row(row: Row, report: DecodeReport) -> dict[str, Any]:
     names = ("decode_tokens_per_s", "step_s", "prefill_s", "total_s")
     repeats = [
-        {**{name: getattr(s, name) for name in names}, "decode_steps": s.decode_steps, "disturbance": s.disturbance} for s in row.samples
+        {
+            **{name: getattr(sample, name) for name in names},
+            "decode_steps": sample.decode_steps,
+            "disturbance": sample.disturbance,
+            "limits": asdict(sample.limits) if sample.limits else None,
+        }
+        for sample in row.samples
     ]
     return {
         "runner": row.runner,
@@ -197,6 +214,13 @@ def _profile_table(batch: int, ops: list[dict[str, Any]]) -> Table:
     for op in ops[:NUM_OPS]:
         table.add_row(f"{op['step_ms']:.3f}", f"{op['share']:.1%}", f"{op['calls']:.0f}", op["name"])
     return table
+
+
+def _rates(limits: DeviceLimits) -> str:
+    return (
+        f"best rates beside the runs: reads {limits.read_bytes_per_s / 1e9:,.1f} GB/s, copies {limits.copy_bytes_per_s / 1e9:,.1f} GB/s, "
+        f'matmul {limits.matmul_flops_per_s / 1e9:,.0f} GFLOP/s; "limit" is what those beside a run would allow'
+    )
 
 
 def _sharing(options: DecodeOptions) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from llamarl_jax.bench.limits import DeviceLimits
+
 TokenIds = list[list[int]]
 OURS = "llamarl_jax"
 """Name of our decoder among the runners."""
@@ -24,6 +26,7 @@ class Sample:
         step_s: median time of a step, or the mean where single steps cannot be timed.
         token_ids: the new tokens of each prompt.
         disturbance: share of all cores that other processes used meanwhile.
+        limits: what the hardware could do at that time, where it was measured.
     """
 
     total_s: float
@@ -32,6 +35,7 @@ class Sample:
     step_s: float
     token_ids: TokenIds = field(repr=False)
     disturbance: float = 0.0
+    limits: DeviceLimits | None = None
 
     @property
     def decode_s(self) -> float:

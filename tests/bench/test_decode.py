@@ -48,6 +48,8 @@ def test_the_command_measures_and_saves(tmp_path, capsys):
         assert 0 < row["median"]["prefill_s"] < row["median"]["total_s"]
         assert row["share_of_limit"] > 0
         assert row["tokens_equal_to_ours"] == 1
+        for name, best in result["limits"].items():
+            assert 0 < row["repeats"][0]["limits"][name] <= best
     assert result["least_work_of_a_step"]["2"]["cache_bytes"] == 2 * result["least_work_of_a_step"]["1"]["cache_bytes"]
     assert set(result["profiles"]) == {"1", "2"}
     assert result["settings"]["seed"] == 0
@@ -137,6 +139,7 @@ def test_peers_run_by_turns_and_a_failing_one_is_left_out(tmp_path, monkeypatch,
     ours, theirs, _ = result["rows"]
     assert theirs["ours_over_this"] == pytest.approx(ours["median"]["decode_tokens_per_s"] / 2.5)
     assert theirs["share_of_limit"] is None
+    assert {repeat["limits"] for repeat in theirs["repeats"]} == {None}
     assert result["left_out"] == {"absent": "not installed", "fake": "batch 2: out of breath"}
     assert result["versions"]["fake"] == "9"
     assert "absent left out: not installed" in capsys.readouterr().out
