@@ -163,7 +163,7 @@ def _measure_batch(
                 if not repeat:
                     runner.run(prompts, options.new_tokens)
                     continue
-                sample = (_beside_limits if runner is ours else _timed)(runner, prompts, options, console)
+                sample = _timed(runner, prompts, options, console)
             except PeerError as error:
                 left_out[runner.name] = f"batch {batch}: {error}"
                 continue
@@ -177,18 +177,19 @@ def _measure_batch(
 
 
 def _timed(runner: Runner, prompts: TokenIds, options: DecodeOptions, console: Console) -> Sample:
-    """Returns a run that other processes left alone, as far as there is one."""
+    """Returns a run that other processes left alone, as far as there is one; ours with the hardware's rates beside it."""
     pids = [os.getpid(), runner.pid] if runner.pid != os.getpid() else [runner.pid]
+    run = partial(_beside_limits, runner, options) if runner.name == OURS else runner.run
     sample, disturbance = undisturbed(
-        lambda: runner.run(prompts, options.new_tokens), pids, options.max_disturbance, partial(console.print, highlight=False)
+        lambda: run(prompts, options.new_tokens), pids, options.max_disturbance, partial(console.print, highlight=False)
     )
     return dataclasses.replace(sample, disturbance=disturbance)
 
 
-def _beside_limits(runner: Runner, prompts: TokenIds, options: DecodeOptions, console: Console) -> Sample:
-    """Returns such a run with the higher rates of two measurements of the hardware, right before and right after it."""
+def _beside_limits(runner: Runner, options: DecodeOptions, prompts: TokenIds, new_tokens: int) -> Sample:
+    """Returns a run with the higher rates of two measurements of the hardware, right before and right after it."""
     before = measure_limits(options.dtype, options.limits_mib << 20)
-    sample = _timed(runner, prompts, options, console)
+    sample = runner.run(prompts, new_tokens)
     return dataclasses.replace(sample, limits=before.best(measure_limits(options.dtype, options.limits_mib << 20)))
 
 

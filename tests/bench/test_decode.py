@@ -1,3 +1,4 @@
+import itertools
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ import pytest
 from llamarl_jax import cli
 from llamarl_jax.bench import decode, peers
 from llamarl_jax.bench.decode import OurDecoder, bench_decode
+from llamarl_jax.bench.limits import DeviceLimits
 from llamarl_jax.bench.options import DecodeOptions
 from llamarl_jax.bench.sample import Sample
 from llamarl_jax.bench.workload import make_prompts, open_workload
@@ -143,6 +145,14 @@ def test_peers_run_by_turns_and_a_failing_one_is_left_out(tmp_path, monkeypatch,
     assert result["left_out"] == {"absent": "not installed", "fake": "batch 2: out of breath"}
     assert result["versions"]["fake"] == "9"
     assert "absent left out: not installed" in capsys.readouterr().out
+
+
+def test_a_run_that_is_repeated_is_compared_with_the_rates_beside_the_repeat(tmp_path, monkeypatch):
+    rates = itertools.count(1)
+    monkeypatch.setattr(decode, "measure_limits", lambda dtype, num_bytes: DeviceLimits(*[next(rates)] * 3))
+    monkeypatch.setattr(decode, "undisturbed", lambda run, pids, max_share, say: (run(), run(), 0.0)[1:])
+    path = bench_decode(DecodeOptions(**{**SMALL, "batches": (1,), "repeats": 1}, output_dir=tmp_path))
+    assert json.loads(path.read_text())["rows"][0]["repeats"][0]["limits"]["read_bytes_per_s"] == 4  # the second try's second measurement
 
 
 def test_a_second_run_of_a_day_keeps_the_first(tmp_path):
