@@ -7,10 +7,10 @@ from typing import Literal
 Kernels = Literal["xla", "native", "pallas", "pallas_interpreted"]
 """Who computes a decode step:
 
-| name | products | attention | where |
+| name | products, norms, gates | attention | where |
 |---|---|---|---|
 | `xla` | XLA | XLA | everywhere |
-| `native` | `cpu.cc` | `cpu.cc` | one CPU device, float32 |
+| `native` | `cpu.cc`, in prefill too | `cpu.cc` | one CPU device, float32 |
 | `pallas` | XLA | `gpu.py` | NVIDIA GPUs |
 | `pallas_interpreted` | XLA | `gpu.py`, step by step with XLA's operations | everywhere, in tests: it is slow |
 """

@@ -1,11 +1,12 @@
 """Compiles `cpu.cc` for this machine, once, and offers its kernels to JAX programs on CPU devices.
 
-XLA's own products are made for many rows; a decode step has few (one for each slot). The kernels are compiled with the C++ compiler of
-the machine ($CXX, c++, g++ or clang++; about 5 s) and kept in the cache folder, by a name that says of which source, compiler, processor
-and JAX they are. Where there is no compiler `find_obstacle` says so, and the decoder uses XLA's operations.
+XLA's own products are made for many rows, and a decode step has few, one for each slot; its norms and gates run on one core. The kernels
+are compiled with the C++ compiler of the machine ($CXX, c++, g++ or clang++; about 5 s) and kept in the cache folder, by a name that says
+of which source, compiler, processor and JAX they are. Where there is no compiler `find_obstacle` says so, and the decoder uses XLA's
+operations.
 
-Dimensions: B rows, I inputs, O outputs, S slots, K key-value heads, H query heads, C own positions, R prompts, P prompt positions, Q head
-dim.
+Dimensions: B rows, I inputs, O outputs, D model, F mlp, F2 twice that, S slots, K key-value heads, H query heads, C own positions, R
+prompts, P prompt positions, Q head dim.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 import jaxlib
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 if TYPE_CHECKING:
@@ -33,8 +35,6 @@ if TYPE_CHECKING:
 SOURCE = Path(__file__).with_name("cpu.cc")
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-w")
-MOST_ROWS = 64
-"""With more rows than this XLA's products are as fast or faster."""
 
 
 class NativeKernelError(RuntimeError):
@@ -52,9 +52,20 @@ def find_obstacle() -> str | None:
 
 
 def can_multiply(x: jax.ShapeDtypeStruct | Array, kernel: jax.ShapeDtypeStruct | Array) -> bool:
-    """Says whether `linear` takes these operands and is the faster way."""
-    rows = x.size // max(x.shape[-1], 1)
-    return x.dtype == kernel.dtype == jnp.float32 and 1 <= rows <= MOST_ROWS and x.shape[-1] % num_lanes() == 0
+    """Says whether `linear` takes these operands."""
+    return x.dtype == kernel.dtype == jnp.float32 and x.size > 0 and x.shape[-1] % num_lanes() == 0
+
+
+def can_gate(pairs: jax.ShapeDtypeStruct | Array, block: int) -> bool:
+    """Says whether `swiglu` takes pairs of this shape and type."""
+    lanes, size = num_lanes(), pairs.shape[-1] // 2
+    is_whole = block % lanes == 0 or lanes % block == 0
+    return pairs.dtype == jnp.float32 and pairs.size > 0 and pairs.shape[-1] % 2 == size % lanes == size % block == 0 and is_whole
+
+
+def can_normalise(x: jax.ShapeDtypeStruct | Array) -> bool:
+    """Says whether `rms_norm` takes rows of this shape and type."""
+    return x.dtype == jnp.float32 and x.size > 0 and x.shape[-1] % num_lanes() == 0
 
 
 def can_attend(queries: jax.ShapeDtypeStruct | Array, keys: jax.ShapeDtypeStruct | Array) -> bool:
@@ -70,8 +81,7 @@ def num_lanes() -> int:
 def linear(x: Float[Array, "*shape I"], kernel: Float[Array, "O I"]) -> Float[Array, "*shape O"]:
     """Returns x · kernelᵀ in float32.
 
-    What a row gives does not depend, bit for bit, on what the other rows are, and on their number only by whether there are at least eight
-    (sixteen, where a register holds sixteen numbers).
+    What a row gives does not depend, bit for bit, on what the other rows are, and on their number only by whether there are any.
 
     Raises:
         NativeKernelError: there are no kernels in this process.
@@ -80,6 +90,30 @@ def linear(x: Float[Array, "*shape I"], kernel: Float[Array, "O I"]) -> Float[Ar
     rows = x.reshape(-1, x.shape[-1])
     shape = jax.ShapeDtypeStruct((rows.shape[0], kernel.shape[0]), jnp.float32)
     return jax.ffi.ffi_call("llamarl_linear", shape)(rows, kernel).reshape(*x.shape[:-1], -1)
+
+
+def swiglu(pairs: Float[Array, "*shape F2"], block: int) -> Float[Array, "*shape F"]:
+    """Returns silu(gate) · up in float32, of rows in which `block` gates and as many ups take turns.
+
+    Raises:
+        NativeKernelError: there are no kernels in this process.
+    """
+    _library()
+    rows = pairs.reshape(-1, pairs.shape[-1])
+    shape = jax.ShapeDtypeStruct((rows.shape[0], rows.shape[1] // 2), jnp.float32)
+    return jax.ffi.ffi_call("llamarl_swiglu", shape)(rows, block=np.int64(block)).reshape(*pairs.shape[:-1], -1)
+
+
+def rms_norm(x: Float[Array, "*shape D"], scale: Float[Array, " D"], epsilon: float) -> Float[Array, "*shape D"]:
+    """Returns x / √(mean(x²) + epsilon) · scale over the last axis, in float32.
+
+    Raises:
+        NativeKernelError: there are no kernels in this process.
+    """
+    _library()
+    rows = x.reshape(-1, x.shape[-1])
+    call = jax.ffi.ffi_call("llamarl_rms_norm", jax.ShapeDtypeStruct(rows.shape, jnp.float32))
+    return call(rows, scale, epsilon=np.float32(epsilon)).reshape(x.shape)
 
 
 def decode_attention(
@@ -121,7 +155,7 @@ def _library() -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise NativeKernelError(f"{path} does not load ({error}); delete it, and it is compiled again") from error
-    for name in ("llamarl_linear", "llamarl_decode_attention"):
+    for name in ("llamarl_linear", "llamarl_swiglu", "llamarl_rms_norm", "llamarl_decode_attention"):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     return library
 

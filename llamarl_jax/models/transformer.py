@@ -94,12 +94,15 @@ class Linear(nnx.Module):
 class RMSNorm(nnx.Module):
     """x / rms(x) · scale in float32, over the last axis. "Root Mean Square Layer Normalization", arXiv 1910.07467."""
 
-    def __init__(self, size: int, epsilon: float, *, lead: tuple[int, ...]):
+    def __init__(self, size: int, epsilon: float, *, lead: tuple[int, ...], kernels: Kernels = "xla"):
         self.epsilon = epsilon
+        self.kernels: Kernels = kernels
         self.scale = nnx.Param(jnp.ones((*lead, size)), logical_axes=(*("layers",) * len(lead), "norm"))
 
     def __call__(self, x: Float[Array, "*shape D"]) -> Float[Array, "*shape D"]:
         """Normalises the last axis; returns the dtype of `x`."""
+        if self.kernels == "native" and native.can_normalise(x):
+            return native.rms_norm(x, self.scale[...].astype(jnp.float32), self.epsilon)
         wide = x.astype(jnp.float32)
         inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
         return (wide * inverse_rms * self.scale[...].astype(jnp.float32)).astype(x.dtype)
@@ -127,8 +130,8 @@ class Attention(nnx.Module):
             self.k_proj = linear(kv_size, config.hidden_size, ("kv_heads", "embed"), has_bias=config.has_qkv_bias)
             self.v_proj = linear(kv_size, config.hidden_size, ("kv_heads", "embed"), has_bias=config.has_qkv_bias)
         self.o_proj = linear(config.hidden_size, q_size, ("embed", "heads"), mode=quantization.mode_of("o_proj"))
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, lead=lead) if config.has_qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, lead=lead) if config.has_qk_norm else None
+        norm = partial(RMSNorm, config.head_dim, config.rms_norm_eps, lead=lead, kernels=kernels)
+        self.q_norm, self.k_norm = (norm(), norm()) if config.has_qk_norm else (None, None)
 
     def __call__(self, x: Float[Array, "B T D"], rope: Rope, mix: Mixer) -> tuple[Float[Array, "B T D"], LayerCache | None]:
         """Projects tokens, mixes them with `mix`, and projects the result; returns `mix`'s cache too."""
@@ -155,6 +158,7 @@ class Mlp(nnx.Module):
         self, config: ModelConfig, *, lead: tuple[int, ...], rngs: nnx.Rngs, quantization: QuantizationConfig, kernels: Kernels = "xla"
     ):
         linear = partial(Linear, lead=lead, rngs=rngs, kernels=kernels)
+        self.kernels: Kernels = kernels
         self.block, self.is_fused = gate_up_block(config), not lead
         if self.is_fused:
             self.gate_up_proj = linear(
@@ -169,7 +173,10 @@ class Mlp(nnx.Module):
         """Applies the gated mlp."""
         if not self.is_fused:
             return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
-        pairs = self.gate_up_proj(x).reshape(*x.shape[:2], -1, 2, self.block)
+        pairs = self.gate_up_proj(x)
+        if self.kernels == "native" and native.can_gate(pairs, self.block):
+            return self.down_proj(native.swiglu(pairs, self.block))
+        pairs = pairs.reshape(*x.shape[:2], -1, 2, self.block)
         return self.down_proj((jax.nn.silu(pairs[..., 0, :]) * pairs[..., 1, :]).reshape(*x.shape[:2], -1))
 
 
@@ -179,9 +186,9 @@ class Block(nnx.Module):
     def __init__(
         self, config: ModelConfig, *, lead: tuple[int, ...], rngs: nnx.Rngs, quantization: QuantizationConfig, kernels: Kernels = "xla"
     ):
-        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, lead=lead)
+        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, lead=lead, kernels=kernels)
         self.attention = Attention(config, lead=lead, rngs=rngs, quantization=quantization, kernels=kernels)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, lead=lead)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, lead=lead, kernels=kernels)
         self.mlp = Mlp(config, lead=lead, rngs=rngs, quantization=quantization, kernels=kernels)
 
     def __call__(self, x: Float[Array, "B T D"], rope: Rope, mix: Mixer) -> tuple[Float[Array, "B T D"], LayerCache | None]:
@@ -214,7 +221,7 @@ class Transformer(nnx.Module):
         else:
             block = partial(Block, config, lead=(), rngs=rngs, quantization=quantization, kernels=kernels)
             self.layers = nnx.List([block() for _ in range(config.num_layers)])
-        self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, lead=())
+        self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, lead=(), kernels=kernels)
         if not config.is_tied_embedding:
             mode = "none" if is_scanned else quantization.mode_of("lm_head")
             self.lm_head = Linear(config.vocab_size, config.hidden_size, ("vocab", "embed"), lead=(), rngs=rngs, mode=mode)

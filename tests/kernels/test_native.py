@@ -58,11 +58,10 @@ class TestLinear:
             moved = np.asarray(linear(jnp.roll(x, shift, axis=0).at[0].set(jnp.nan), kernel))
             np.testing.assert_array_equal(moved[1:], np.roll(together, shift, axis=0)[1:])
 
-    @pytest.mark.parametrize("counts", [(1, 2, 5, 7), (16, 17, 24, 33, 64, 100)])
-    def test_nor_on_their_number_but_for_many_and_few(self, random, counts):
-        x, kernel = normal(random, counts[-1], 576), normal(random, 100, 576)
+    def test_nor_on_their_number_but_for_one(self, random):
+        x, kernel = normal(random, 200, 1600), normal(random, 100, 1600)
         largest = np.asarray(jax.jit(native.linear)(x, kernel))
-        for rows in counts[:-1]:
+        for rows in (2, 3, 5, 8, 9, 16, 17, 24, 33, 48, 64, 65, 100):
             np.testing.assert_array_equal(jax.jit(native.linear)(x[:rows], kernel), largest[:rows])
 
     def test_keeps_leading_dimensions(self, random):
@@ -84,16 +83,66 @@ class TestLinear:
         assert np.isinf(result[1]).all()
         assert np.isnan(result[2]).all()
 
-    def test_takes_what_it_is_faster_for(self):
+    def test_says_what_it_takes(self):
         kernel = jax.ShapeDtypeStruct((8, 64), jnp.float32)
-        taken = {rows: native.can_multiply(jax.ShapeDtypeStruct((rows, 64), jnp.float32), kernel) for rows in (0, 1, 64, 65)}
-        assert taken == {0: False, 1: True, 64: True, 65: False}
+        taken = {rows: native.can_multiply(jax.ShapeDtypeStruct((rows, 64), jnp.float32), kernel) for rows in (0, 1, 64, 5000)}
+        assert taken == {0: False, 1: True, 64: True, 5000: True}
         assert not native.can_multiply(jax.ShapeDtypeStruct((1, 64), jnp.bfloat16), jax.ShapeDtypeStruct((8, 64), jnp.bfloat16))
         assert not native.can_multiply(jax.ShapeDtypeStruct((1, 65), jnp.float32), jax.ShapeDtypeStruct((8, 65), jnp.float32))
 
     def test_sizes_that_are_no_whole_vectors_are_refused(self):
         with pytest.raises(jax.errors.JaxRuntimeError, match="not whole vectors"):
             jax.block_until_ready(native.linear(jnp.ones((1, 65)), jnp.ones((8, 65))))
+
+
+@needs_compiler
+class TestSwiglu:
+    @pytest.mark.parametrize(("size", "block"), [(48, 1), (48, 2), (64, 4), (1536, 8), (64, 16), (14336, 32), (384, 128)])
+    @pytest.mark.parametrize("rows", [1, 3, 70])
+    def test_equals_one_in_float64(self, random, rows, size, block):
+        pairs = normal(random, rows, 2 * size) * 8
+        gate, up = np.moveaxis(np.asarray(pairs, np.float64).reshape(rows, -1, 2, block), 2, 0)
+        expected = (gate / (1 + np.exp(-gate)) * up).reshape(rows, size)
+        np.testing.assert_allclose(native.swiglu(pairs, block), expected, rtol=4e-7, atol=1e-35)
+
+    def test_numbers_of_any_size(self):
+        gate = jnp.array([0.0, -0.0, 1e-38, -1e-38, 80.0, -80.0, 200.0, -200.0, 3e38, -3e38, np.inf, np.nan, 1.0, 2.0, 3.0, 4.0])
+        got = native.swiglu(jnp.concatenate([gate, jnp.ones(16)])[None], 16)[0]
+        np.testing.assert_allclose(got, jax.nn.silu(gate), rtol=1e-6, atol=2e-36)
+
+    def test_says_what_it_takes(self):
+        pairs = jax.ShapeDtypeStruct((3, 192), jnp.float32)
+        taken = {block: native.can_gate(pairs, block) for block in (1, 2, 3, 4, 16, 24, 32)}
+        assert taken == {1: True, 2: True, 3: False, 4: True, 16: True, 24: native.num_lanes() < 16, 32: True}
+        assert not native.can_gate(jax.ShapeDtypeStruct((3, 198), jnp.float32), 1)
+        assert not native.can_gate(pairs, 64)
+        assert not native.can_gate(jax.ShapeDtypeStruct((0, 192), jnp.float32), 2)
+        assert not native.can_gate(jax.ShapeDtypeStruct((3, 192), jnp.bfloat16), 2)
+
+    @pytest.mark.parametrize("block", [0, 3, 5, 64])
+    def test_other_blocks_are_refused(self, block):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="not whole vectors or whole parts of one"):
+            jax.block_until_ready(native.swiglu(jnp.ones((2, 192)), block))
+
+
+@needs_compiler
+class TestRmsNorm:
+    @pytest.mark.parametrize("shape", [(1, 16), (3, 576), (70, 4096), (2, 5, 7, 64)])
+    @pytest.mark.parametrize("size", [1e-15, 1.0, 1e15])
+    def test_equals_one_in_float64(self, random, shape, size):
+        x, scale = normal(random, *shape) * np.float32(size), normal(random, shape[-1])
+        wide = np.asarray(x, np.float64)
+        expected = wide / np.sqrt(np.mean(wide**2, axis=-1, keepdims=True) + 1e-5) * np.asarray(scale, np.float64)
+        np.testing.assert_allclose(native.rms_norm(x, scale, 1e-5), expected, rtol=2e-6)
+
+    def test_says_what_it_takes(self):
+        taken = {size: native.can_normalise(jax.ShapeDtypeStruct((3, size), jnp.float32)) for size in (0, 16, 17, 64)}
+        assert taken == {0: False, 16: True, 17: False, 64: True}
+        assert not native.can_normalise(jax.ShapeDtypeStruct((3, 64), jnp.bfloat16))
+
+    def test_rows_that_are_no_whole_vectors_are_refused(self):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="not whole vectors"):
+            jax.block_until_ready(native.rms_norm(jnp.ones((1, 65)), jnp.ones(65), 1e-5))
 
 
 def make_index(rows: list[int], lengths: list[int], most_members: int, num_prompts: int) -> PromptIndex:
@@ -187,7 +236,17 @@ def test_narrower_registers_too(tmp_path):
     for lanes, flag in ((8, "-mno-avx512f"), (4, "-mno-avx")):
         if lanes < native.num_lanes():
             environment = {**os.environ, "CXX": f"{compiler} {flag}", "LLAMARL_CACHE": str(tmp_path), "EXPECTED_LANES": str(lanes)}
-            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "Linear or Attention or lanes"]
+            command = [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                __file__,
+                "-k",
+                "Linear or Swiglu or Norm or Attention or lanes",
+            ]
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
             assert done.returncode == 0, done.stdout[-3000:]
 
